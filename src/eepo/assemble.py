@@ -1,0 +1,162 @@
+"""The only place where a recipe becomes objects."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eepo import checkpoint, pretrained, recipe
+from eepo.algorithm import EEPO
+from eepo.config import ModelConfig, RolloutConfig, RunConfig, ScratchConfig, WarmupConfig
+from eepo.policy import Policy
+from eepo.progress import Progress
+from eepo.rewards import REWARDS
+from eepo.rollout.transformers import TransformersEngine
+from eepo.runlog import RunLog
+from eepo.tasks import TASKS
+from eepo.tasks.countdown import build_tokenizer
+from eepo.trainer import Trainer
+from eepo.types import UserError
+from eepo.warmup import Warmup
+
+# What may change between a run and its resumption without making it another run.
+FREE_TO_CHANGE = ("training.num_steps", "training.checkpoint_every", "training.keep_checkpoints", "training.log_completions")
+
+
+def build_trainer(config: RunConfig, out: Path, resume: bool, progress: Progress) -> Trainer:
+    """A trainer at step 0, or where the newest checkpoint of `out` left off."""
+    log, start = open_run(config, out, resume)
+    device = pretrained.pick_device(config.model.device)
+    tokenizer = pretrained.load_tokenizer(config.model)
+    reference = pretrained.load_model(config.model, device)
+    model = pretrained.load_model(_at(config.model, start), device) if start else copy.deepcopy(reference)
+    policy = _policy(model, config.model)
+    algorithm = EEPO(
+        policy=policy,
+        reference=_policy(reference.requires_grad_(False), config.model) if config.algorithm.kl_coef > 0 else None,
+        engine=_engine(model, tokenizer, config.rollout),
+        reward=REWARDS[config.task.name](),
+        optimizer=_adamw(model, config.training.learning_rate, config.training.weight_decay),
+        options=config.algorithm,
+        mini_batch=config.training.prompts_per_mini_batch,
+        max_grad_norm=config.training.max_grad_norm,
+    )
+    trainer = Trainer(config, algorithm, TASKS[config.task.name](config.task, tokenizer), tokenizer, log, progress)
+    if start:
+        trainer.restore(start)
+    log.write_environment(_describe(device))
+    return trainer
+
+
+def build_warmup(config: WarmupConfig, out: Path, resume: bool, progress: Progress) -> Warmup:
+    log, start = open_run(config, out, resume)
+    device = pretrained.pick_device(config.model.device)
+    scratch = config.model.path == "scratch"
+    tokenizer = build_tokenizer() if scratch else pretrained.load_tokenizer(config.model)
+    if start:
+        model = pretrained.load_model(_at(config.model, start), device)
+    elif scratch:
+        model = new_model(config.scratch, tokenizer, config.supervised.seed).to(device)
+    else:
+        model = pretrained.load_model(config.model, device)
+    warmup = Warmup(
+        config=config,
+        policy=_policy(model, config.model),
+        engine=_engine(model, tokenizer, config.rollout),
+        reward=REWARDS[config.task.name](),
+        optimizer=_adamw(model, config.supervised.learning_rate, config.supervised.weight_decay),
+        task=TASKS[config.task.name](config.task, tokenizer),
+        tokenizer=tokenizer,
+        log=log,
+        progress=progress,
+    )
+    if start:
+        warmup.restore(start)
+    log.write_environment(_describe(device))
+    return warmup
+
+
+def open_run(config: RunConfig | WarmupConfig, out: Path, resume: bool) -> tuple[RunLog, Path | None]:
+    """The run's folder, ready to be written, and the checkpoint to start from."""
+    written = out / "recipe.toml"
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out} is a file; give a folder")
+    if written.exists() and not resume:
+        raise UserError(f"--out {out} already holds a run; add --resume to go on with it, or give another folder")
+    if written.exists():
+        _check_same(config, written)
+    log = RunLog(out)
+    start = checkpoint.latest(out / "checkpoints")
+    log.rewind(checkpoint.step_of(start) if start else 0 if resume else -1)
+    log.write_recipe(recipe.dump(config))
+    return log, start
+
+
+def new_model(scratch: ScratchConfig, tokenizer: Any, seed: int) -> Any:
+    """A randomly initialised decoder of the family, with the tokenizer's vocabulary."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if scratch.hidden_size % scratch.num_heads:
+        raise UserError(f"scratch.hidden_size = {scratch.hidden_size} must be a multiple of num_heads = {scratch.num_heads}")
+    shape = AutoConfig.for_model(
+        scratch.family,
+        vocab_size=len(tokenizer),
+        hidden_size=scratch.hidden_size,
+        intermediate_size=scratch.intermediate_size,
+        num_hidden_layers=scratch.num_layers,
+        num_attention_heads=scratch.num_heads,
+        num_key_value_heads=scratch.num_heads,
+        head_dim=scratch.hidden_size // scratch.num_heads,
+        max_position_embeddings=scratch.max_positions,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(shape)
+
+
+def _check_same(config: RunConfig | WarmupConfig, written: Path) -> None:
+    """A resumed run must be the same run: name the first knob that differs."""
+    before = recipe.parse(type(config), recipe.read_toml(written), str(written))
+    for (key, old), (_, new) in zip(_flat(before), _flat(config), strict=True):
+        if old != new and key not in FREE_TO_CHANGE:
+            raise UserError(f"--resume: {key} = {new!r}, but the run in {written.parent} has {old!r}; give another --out")
+
+
+def _flat(config: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    items: list[tuple[str, Any]] = []
+    for key, value in dataclasses.asdict(config).items():
+        items += [(f"{key}.{name}", inner) for name, inner in value.items()] if isinstance(value, dict) else [(key, value)]
+    return items
+
+
+def _at(config: ModelConfig, folder: Path) -> ModelConfig:
+    return dataclasses.replace(config, path=str(folder.resolve()))
+
+
+def _policy(model: Any, config: ModelConfig) -> Policy:
+    return Policy(model, config.micro_batch_tokens, config.head_tokens)
+
+
+def _engine(model: Any, tokenizer: Any, config: RolloutConfig) -> TransformersEngine:
+    """On a copy of its own, in its own type."""
+    dtype = pretrained.pick_dtype(config.dtype, model.device)
+    return TransformersEngine(copy.deepcopy(model).to(dtype), tokenizer, config.max_rows)
+
+
+def _adamw(model: Any, learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
+    fused = model.device.type == "cuda"
+    return torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=weight_decay, fused=fused)
+
+
+def _describe(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return f"{device}, {torch.get_num_threads()} threads"

@@ -1,0 +1,199 @@
+"""The knobs, grouped by what they turn. Defaults are the paper's. Rules that a type cannot say stand in `metadata`.
+
+Reading a recipe into these, with an error line for every mistake, is `recipe.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def knob(
+    default: Any, *, above: float | None = None, least: float | None = None, most: float | None = None
+) -> Any:
+    """A field with a range: `above` is exclusive, `least` and `most` are inclusive."""
+    return field(default=default, metadata={"above": above, "least": least, "most": most})
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Where the policy starts. `path`: a folder, a hub name, or `builtin:countdown`."""
+
+    path: str = "builtin:countdown"
+    revision: str = "main"
+    trust_remote_code: bool = False
+    device: str = "auto"  # auto | cpu | cuda | cuda:N
+    gradient_checkpointing: bool = False
+    micro_batch_tokens: int = knob(16384, least=1)  # padded tokens in one forward pass
+    head_tokens: int = knob(4096, least=1)  # positions whose logits exist at one time
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """Which problems. Ranges are inclusive; `out_of_range_*` is only evaluated, never trained on."""
+
+    name: Literal["countdown"] = "countdown"
+    num_numbers: int = knob(4, least=2, most=6)
+    max_number: int = knob(12, least=2, most=99)
+    min_target: int = knob(10, least=0)
+    max_target: int = knob(60, least=0)
+    out_of_range_min_target: int = knob(61, least=0)
+    out_of_range_max_target: int = knob(99, least=0)
+    num_train: int = knob(0, least=0)  # 0: a fresh problem every time
+    num_evaluation: int = knob(200, least=1)  # problems in each evaluation set
+    template: str = "{numbers} = {target} :"
+    seed: int = knob(0, least=0)  # of the problem sets; the run's own seed does not move them
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """GRPO and what EEPO adds. `num_stages = 1` is GRPO, 2 the paper's EEPO, more is ours."""
+
+    group_size: int = knob(8, least=2)
+    num_stages: int = knob(2, least=1)
+    temperature: float = knob(1.0, above=0)
+    max_new_tokens: int = knob(4096, least=1)
+
+    gate: Literal["token", "step", "always", "never"] = "token"
+    gate_threshold: float = knob(0.3, least=0)
+    gate_window: int = knob(3, least=1)
+    unlearn_lr: float | Literal["auto"] = knob(3e-3, least=0)
+    unlearn_kl_target: float = knob(1e-3, above=0)  # for unlearn_lr = "auto"
+    unlearn_loss: Literal["comp", "nll"] = "comp"
+    unlearn_on: Literal["all", "rewarded"] = "all"
+    unlearn_eps: float = knob(1e-4, above=0, most=0.5)
+    saturation: Literal["stop", "exact"] = "stop"
+    probe_completions: int = knob(64, least=1)  # stage-1 completions on which KL(θ‖θ′) is measured
+
+    advantage_baseline: Literal["group", "stage"] = "group"
+    clip_low: float = knob(0.2, above=0, most=1)
+    clip_high: float = knob(0.2, above=0)
+    kl_coef: float = knob(1e-4, least=0)
+    entropy_coef: float = knob(1e-5, least=0)
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """The loop: how many prompts, how often, and the optimizer."""
+
+    num_steps: int = knob(100, least=0)
+    prompts_per_step: int = knob(128, least=1)
+    prompts_per_mini_batch: int = knob(64, least=1)
+    learning_rate: float = knob(5e-7, least=0)
+    weight_decay: float = knob(0.01, least=0)
+    max_grad_norm: float = knob(1.0, above=0)
+    seed: int = knob(0, least=0)
+    checkpoint_every: int = knob(20, least=0)  # 0: only at the end
+    keep_checkpoints: int = knob(2, least=1)
+    log_completions: int = knob(4, least=0)  # prompts per step whose groups are written down
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """The engine that samples, in its own copy of the weights."""
+
+    engine: Literal["transformers"] = "transformers"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 on a GPU, else float32
+    max_rows: int = knob(1024, least=1)  # completions sampled at the same time
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """`every` steps a quick look, at the end the full one. Each problem: one greedy and `num_samples` drawn."""
+
+    start: bool = False  # the full evaluation of the starting policy, too
+    every: int = knob(0, least=0)  # 0: only at the end
+    quick_problems: int = knob(64, least=1)
+    quick_samples: int = knob(4, least=1)
+    num_samples: int = knob(32, least=1)
+    temperature: float = knob(1.0, above=0)
+    seed: int = knob(1234, least=0)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A whole training recipe."""
+
+    name: str = "run"
+    model: ModelConfig = ModelConfig()
+    task: TaskConfig = TaskConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    training: TrainingConfig = TrainingConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+
+@dataclass(frozen=True)
+class ScratchConfig:
+    """A new small decoder, for a warm start from nothing."""
+
+    family: Literal["llama", "qwen3"] = "llama"
+    hidden_size: int = knob(192, least=8)
+    intermediate_size: int = knob(512, least=8)
+    num_layers: int = knob(4, least=1)
+    num_heads: int = knob(4, least=1)
+    max_positions: int = knob(128, least=8)
+
+
+@dataclass(frozen=True)
+class SupervisedConfig:
+    """The warm start's loop. The learning rate rises for `ramp_steps`, then falls along a cosine to a tenth."""
+
+    num_steps: int = knob(1000, least=1)
+    batch_size: int = knob(256, least=1)
+    learning_rate: float = knob(1e-3, above=0)
+    ramp_steps: int = knob(50, least=0)
+    weight_decay: float = knob(0.01, least=0)
+    max_grad_norm: float = knob(1.0, above=0)
+    seed: int = knob(0, least=0)
+    num_workers: int = knob(0, least=0)  # processes that draw demonstrations
+    checkpoint_every: int = knob(500, least=0)
+    save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the final weights
+
+
+@dataclass(frozen=True)
+class WarmupConfig:
+    """A whole warm-start recipe. `model.path = "scratch"` builds the model that `[scratch]` describes."""
+
+    name: str = "warmup"
+    model: ModelConfig = ModelConfig(path="scratch")
+    scratch: ScratchConfig = ScratchConfig()
+    task: TaskConfig = TaskConfig()
+    supervised: SupervisedConfig = SupervisedConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    max_new_tokens: int = knob(64, least=1)  # of the evaluation at the end
+
+
+def check_run(config: RunConfig) -> str | None:
+    """Rules between knobs: the first one broken, as the line the user reads, or None."""
+    algorithm, training = config.algorithm, config.training
+    if algorithm.group_size % algorithm.num_stages:
+        if algorithm.num_stages == 2:
+            return f"algorithm.group_size must be even, got {algorithm.group_size}"
+        return f"algorithm.group_size must be a multiple of num_stages = {algorithm.num_stages}, got {algorithm.group_size}"
+    if algorithm.advantage_baseline == "stage" and algorithm.group_size == algorithm.num_stages:
+        return f'algorithm.advantage_baseline = "stage" needs 2 or more completions a stage, got group_size {algorithm.group_size} over {algorithm.num_stages} stages'
+    if training.prompts_per_step % training.prompts_per_mini_batch:
+        return (
+            f"training.prompts_per_mini_batch must divide prompts_per_step = {training.prompts_per_step}, "
+            f"got {training.prompts_per_mini_batch}"
+        )
+    return check_task(config.task)
+
+
+def check_task(task: TaskConfig) -> str | None:
+    if task.min_target > task.max_target:
+        return f"task.min_target must be at most max_target = {task.max_target}, got {task.min_target}"
+    if task.out_of_range_min_target > task.out_of_range_max_target:
+        return (
+            f"task.out_of_range_min_target must be at most out_of_range_max_target = {task.out_of_range_max_target}, "
+            f"got {task.out_of_range_min_target}"
+        )
+    if task.out_of_range_min_target <= task.max_target and task.min_target <= task.out_of_range_max_target:
+        return (
+            f"task.out_of_range_min_target..out_of_range_max_target = {task.out_of_range_min_target}.."
+            f"{task.out_of_range_max_target} must not overlap min_target..max_target = {task.min_target}..{task.max_target}"
+        )
+    return None

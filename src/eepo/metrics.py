@@ -1,0 +1,140 @@
+"""What one step tells of itself: a flat dictionary, filled as the step goes. Names are `docs/metrics.md`."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from eepo.batching import MicroBatch
+from eepo.policy import Scores
+from eepo.probe import Effect
+from eepo.types import Rollout, mean_entropy
+
+
+class StepMetrics:
+    """Collects; `result()` gives the row for the run log. Times are under `seconds/`, everything else is repeatable."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, float] = {}
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._started = time.perf_counter()
+        self._num_tokens = 0
+        self._gated = self._gateable = 0.0
+        self._grad_norms: list[float] = []
+        self._stages: dict[int, _Ratios] = defaultdict(_Ratios)
+        self._policy_entropy = self._policy_tokens = 0.0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds the time inside to `seconds/name`."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self.seconds[name] += time.perf_counter() - started
+
+    def record_rollout(self, rollout: Rollout) -> None:
+        for stage in sorted(set(rollout.stages)):
+            completions, rewards = zip(*rollout.of_stage(stage), strict=True)
+            self.values |= {
+                f"stage{stage}/reward": sum(rewards) / len(rewards),
+                f"stage{stage}/entropy": mean_entropy(completions),
+                f"stage{stage}/length": sum(len(c.token_ids) for c in completions) / len(completions),
+                f"stage{stage}/truncated_share": sum(not c.finished for c in completions) / len(completions),
+            }
+        everything = [completion for group in rollout.groups for completion in group]
+        rewards = [reward for group in rollout.rewards for reward in group]
+        self._num_tokens = sum(len(completion.token_ids) for completion in everything)
+        self.values |= {
+            "reward": sum(rewards) / len(rewards),
+            "entropy": mean_entropy(everything),
+            "length": self._num_tokens / len(everything),
+            "truncated_share": sum(not completion.finished for completion in everything) / len(everything),
+            "zero_advantage_share": sum(not any(group) for group in rollout.advantages) / len(rollout.advantages),
+        }
+
+    def record_gate(self, gate: Tensor, mask: Tensor) -> None:
+        self._gated += float(gate.sum())
+        self._gateable += float(mask.sum())
+
+    def record_unlearning(self, lr: float, effect: Effect) -> None:
+        self.values |= {
+            "unlearn/lr": lr,
+            "unlearn/loss_before": effect.loss_before,
+            "unlearn/loss_after": effect.loss_after,
+            "unlearn/kl": effect.kl,
+        }
+
+    def counting_changes(
+        self, weights: Iterable[tuple[str, Tensor]], before: Iterable[tuple[str, Tensor]]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Pass θ′ through, and note which share of it differs from θ after rounding to the engine's type."""
+        changed = total = 0
+        for (name, new), (_, old) in zip(weights, before, strict=True):
+            changed += int((new != old.to(new.dtype)).sum())
+            total += new.numel()
+            yield name, new
+        self.values["unlearn/weights_changed_share"] = changed / total
+
+    @torch.no_grad()
+    def record_update(
+        self,
+        batch: MicroBatch,
+        scores: Scores,
+        sampled: Tensor,
+        advantages: Tensor,
+        stages: list[int],
+        clip: tuple[float, float],
+    ) -> None:
+        ratio = torch.where(batch.mask, scores.logprobs - sampled, 0.0).exp()
+        up, down = advantages[:, None] > 0, advantages[:, None] < 0
+        clipped = ((ratio > 1 + clip[1]) & up) | ((ratio < 1 - clip[0]) & down)
+        own = torch.tensor([stages[row] for row in batch.rows], device=ratio.device)
+        for stage in sorted(set(stages)):
+            here = batch.mask & (own == stage)[:, None]
+            if here.any():
+                self._stages[stage].add(ratio[here], clipped[here])
+        self._policy_entropy += float(scores.entropies[batch.mask].sum())
+        self._policy_tokens += float(batch.mask.sum())
+
+    def record_grad_norm(self, norm: float) -> None:
+        self._grad_norms.append(norm)
+
+    def result(self) -> dict[str, float]:
+        total = time.perf_counter() - self._started
+        row = dict(self.values)
+        row["gate_share"] = self._gated / self._gateable if self._gateable else 0.0
+        row["policy_entropy"] = self._policy_entropy / max(self._policy_tokens, 1)
+        row["grad_norm"] = sum(self._grad_norms) / max(len(self._grad_norms), 1)
+        for stage, ratios in sorted(self._stages.items()):
+            row |= {f"stage{stage}/{name}": value for name, value in ratios.summary().items()}
+        row |= {f"seconds/{name}": seconds for name, seconds in self.seconds.items()}
+        row["seconds/total"] = total
+        row["tokens_per_second"] = self._num_tokens / total
+        return row
+
+
+class _Ratios:
+    """π_θ over the probability at sampling, of one stage's tokens."""
+
+    def __init__(self) -> None:
+        self.sum = self.count = self.clipped = 0.0
+        self.max = 0.0
+
+    def add(self, ratio: Tensor, clipped: Tensor) -> None:
+        self.sum += float(ratio.double().sum())
+        self.count += ratio.numel()
+        self.clipped += float(clipped.sum())
+        self.max = max(self.max, float(ratio.max()))
+
+    def summary(self) -> dict[str, float]:
+        return {
+            "ratio_mean": self.sum / self.count, "ratio_max": self.max, "clip_share": self.clipped / self.count,
+        }  # fmt: skip

@@ -1,0 +1,135 @@
+"""The trained model θ: log-probabilities and entropies of ragged completions, in bounded memory.
+
+θ stays in fp32: a small step applied to bf16 weights is rounded away. Logits exist only for `head_tokens` positions
+at a time and are computed again in the backward pass. Nothing here edits weights; the trainer's optimizer does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from eepo.batching import MicroBatch, micro_batches
+from eepo.types import Completion, Prompt, UserError
+
+
+@dataclass
+class Scores:
+    """Of completion tokens, zero on padding."""
+
+    logprobs: Tensor  # [B, T] log p of the target
+    entropies: Tensor  # [B, T] of the full next-token distribution
+    complements: Tensor  # [B, T] log(1 − p), as logsumexp over the other tokens
+
+
+class Policy:
+    """A `transformers` causal model with fp32 weights. `score` is the one way to ask it anything."""
+
+    def __init__(self, model: nn.Module, micro_batch_tokens: int = 16384, head_tokens: int = 4096) -> None:
+        self.model = model.float()
+        self.micro_batch_tokens = micro_batch_tokens
+        self._scorer = _Scorer(model, head_tokens)
+        self.device = next(model.parameters()).device
+        _check_head(self._scorer, self.device)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight once (a tied head is its embedding), detached."""
+        for name, weight in self.model.named_parameters():
+            yield name, weight.detach()
+
+    def micro_batches(self, pairs: Sequence[tuple[Prompt, Completion]]) -> Iterator[MicroBatch]:
+        return micro_batches(pairs, self.micro_batch_tokens, self.device)
+
+    def score(self, batch: MicroBatch, temperature: float, weights: Mapping[str, Tensor] | None = None) -> Scores:
+        """Scores of `batch` under θ, or under `weights` in its place (θ′, say) without touching θ."""
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
+            if weights is None:
+                return self._scorer(batch, temperature)
+            named = {f"model.{name}": weight for name, weight in weights.items()}
+            return torch.func.functional_call(self._scorer, named, (batch, temperature))
+
+    def gradient(
+        self,
+        pairs: Sequence[tuple[Prompt, Completion]],
+        temperature: float,
+        loss: Callable[[MicroBatch, Scores], Tensor | None],
+    ) -> dict[str, Tensor]:
+        """∇ Σ loss over the micro-batches of `pairs`, beside the model: its own `.grad` fields are left alone.
+
+        A micro-batch whose loss is None costs no backward pass; if all are, the gradient is empty.
+        """
+        names, weights = zip(*self.model.named_parameters(), strict=True)
+        total: dict[str, Tensor] = {}
+        for batch in self.micro_batches(pairs):
+            value = loss(batch, self.score(batch, temperature))
+            if value is None:
+                continue
+            for name, gradient in zip(names, torch.autograd.grad(value, weights, allow_unused=True), strict=True):
+                if gradient is not None:
+                    total[name] = total[name].add_(gradient) if name in total else gradient
+        return total
+
+
+class _Scorer(nn.Module):
+    """Model and head as one module, so that `functional_call` can put other weights under both."""
+
+    def __init__(self, model: nn.Module, head_tokens: int) -> None:
+        super().__init__()
+        self.model = model
+        self.head_tokens = head_tokens
+
+    def forward(self, batch: MicroBatch, temperature: float) -> Scores:
+        hidden = self.hidden_states(batch.input_ids, batch.attention_mask)
+        index = batch.positions.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
+        hidden = hidden.gather(1, index)[batch.mask]  # [N, H]: completion positions only
+        targets = batch.targets[batch.mask]
+        chunks = [
+            checkpoint(self._head, hidden_chunk, target_chunk, temperature, use_reentrant=False)
+            for hidden_chunk, target_chunk in zip(
+                hidden.split(self.head_tokens), targets.split(self.head_tokens), strict=True
+            )
+        ]
+        columns = [torch.cat(column) for column in zip(*chunks, strict=True)]
+        zeros = torch.zeros(batch.mask.shape, device=hidden.device)
+        return Scores(*(zeros.masked_scatter(batch.mask, column) for column in columns))
+
+    def hidden_states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.model.base_model(
+            input_ids=input_ids, attention_mask=attention_mask, use_cache=False
+        ).last_hidden_state
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The head, with the three ways in which families bend logits after it."""
+        logits = self.model.get_output_embeddings()(hidden).float()
+        config = self.model.config
+        if scale := getattr(config, "logit_scale", None):
+            logits = logits * scale
+        if scale := getattr(config, "logits_scaling", None):
+            logits = logits / scale
+        if cap := getattr(config, "final_logit_softcapping", None):
+            logits = cap * torch.tanh(logits / cap)
+        return logits
+
+    def _head(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+        logits = self.logits(hidden) / temperature
+        logprobs = logits.log_softmax(-1)
+        entropies = -(logprobs.exp() * logprobs).sum(-1)
+        others = logits.scatter(1, targets.unsqueeze(1), -torch.inf)
+        complements = others.logsumexp(-1) - logits.logsumexp(-1)
+        return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropies, complements
+
+
+@torch.no_grad()
+def _check_head(scorer: _Scorer, device: torch.device) -> None:
+    """Refuse a family whose logits are not what our head computes: its ratios would be silently wrong."""
+    ids = torch.arange(1, 5, device=device).unsqueeze(0)
+    ones = torch.ones_like(ids)
+    expected = scorer.model(input_ids=ids, attention_mask=ones, use_cache=False).logits.float()
+    ours = scorer.logits(scorer.hidden_states(ids, ones))
+    if not torch.allclose(ours, expected, atol=1e-3, rtol=1e-3):
+        family = type(scorer.model).__name__
+        raise UserError(f"model: {family} changes its logits after the head in a way that eepo does not know")

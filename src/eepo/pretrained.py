@@ -1,0 +1,87 @@
+"""A causal model and its tokenizer: from a folder, a hub name, or one that ships with the package."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eepo.config import ModelConfig
+from eepo.types import UserError
+
+BUILTIN = Path(__file__).parent / "assets"
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f'model.device = "{name}" cannot be used here; allowed: auto, cpu, cuda, cuda:N') from error
+    return device
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, name)
+
+
+def resolve(path: str) -> str:
+    """The folder or hub name behind a recipe's `model.path`. A run's folder means its last weights."""
+    if path.startswith("builtin:"):
+        folder = BUILTIN / path.removeprefix("builtin:")
+        if not folder.is_dir():
+            names = ", ".join(f"builtin:{entry.name}" for entry in sorted(BUILTIN.iterdir()) if entry.is_dir())
+            raise UserError(f'model.path = "{path}": no such built-in model; allowed: {names}')
+        return str(folder)
+    if (Path(path) / "final" / "config.json").is_file():
+        return str(Path(path) / "final")
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
+    if looks_local and not (Path(path) / "config.json").is_file():
+        raise UserError(f'model.path = "{path}": no folder with a config.json there, and not a hub name (owner/name)')
+    return path
+
+
+def load_tokenizer(config: ModelConfig) -> Any:
+    from transformers import AutoTokenizer
+
+    return _load(AutoTokenizer, config)
+
+
+def load_model(config: ModelConfig, device: torch.device) -> Any:
+    """In fp32, in which the policy lives; dropout off, so that training and sampling are the same function."""
+    from transformers import AutoModelForCausalLM
+
+    model = _load(AutoModelForCausalLM, config, dtype=torch.float32).to(device)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout") and isinstance(module.attention_dropout, float):
+            module.attention_dropout = 0.0
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+    else:
+        model.eval()
+    return model
+
+
+def _load(loader: Any, config: ModelConfig, **options: Any) -> Any:
+    path = resolve(config.path)
+    offline = os.path.isdir(path)
+    try:
+        return loader.from_pretrained(
+            path,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+            local_files_only=offline,
+            **options,
+        )
+    except (OSError, ValueError) as error:
+        line = str(error).strip().splitlines()[0]
+        raise UserError(f'model.path = "{config.path}" could not be loaded: {line}') from error

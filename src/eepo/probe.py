@@ -1,0 +1,77 @@
+"""What an unlearning step would do to θ, measured on a few completions, without touching θ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eepo.batching import MicroBatch
+from eepo.policy import Policy, Scores
+from eepo.types import Completion, Prompt
+
+MAX_TRIES = 6
+CLOSE_ENOUGH = 1.1  # a KL within this factor of its target ends the search
+LR_BOUNDS = (1e-9, 1e3)
+
+
+@dataclass(frozen=True)
+class Effect:
+    loss_before: float  # the unlearning loss under θ
+    loss_after: float  # under θ − lr · gradient
+    kl: float  # KL(θ ‖ θ′) a token, on completions that θ sampled
+
+
+class Probe:
+    """Scores up to `max_rows` of the given `rows` of `pairs`, evenly spread, before and after a step."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        pairs: Sequence[tuple[Prompt, Completion]],
+        rows: Sequence[int],
+        max_rows: int,
+        temperature: float,
+        loss: Callable[[MicroBatch, Scores], Tensor | None],
+    ) -> None:
+        self.policy, self.temperature, self.loss = policy, temperature, loss
+        chosen = rows[:: math.ceil(len(rows) / max_rows)]
+        self.scale = len(pairs) / len(chosen)  # `loss` takes a share of all pairs
+        self.before: list[tuple[MicroBatch, Scores, Tensor | None]] = []
+        with torch.no_grad():
+            for batch in policy.micro_batches([pairs[row] for row in chosen]):
+                batch.rows = [chosen[row] for row in batch.rows]  # places in `pairs`, as `loss` expects
+                scores = policy.score(batch, temperature)
+                self.before.append((batch, scores, loss(batch, scores)))
+
+    @torch.no_grad()
+    def measure(self, gradient: Mapping[str, Tensor], lr: float) -> Effect:
+        """The gate is θ's own before the step, so both losses are over the same tokens."""
+        moved = {name: w - lr * gradient[name] if name in gradient else w for name, w in self.policy.named_weights()}
+        loss_before = loss_after = kl_sum = 0.0
+        num_tokens = 0
+        for batch, scores, before in self.before:
+            after = self.policy.score(batch, self.temperature, moved)
+            gap = torch.where(batch.mask, after.logprobs - scores.logprobs, 0.0).double()
+            kl_sum += float((gap.exp() - 1 - gap).sum())  # k3: never negative, little variance
+            num_tokens += int(batch.mask.sum())
+            if before is not None:
+                gated = Scores(after.logprobs, scores.entropies, after.complements)
+                loss_before += float(before)
+                loss_after += float(self.loss(batch, gated))  # type: ignore[arg-type]
+        return Effect(loss_before * self.scale, loss_after * self.scale, kl_sum / num_tokens)
+
+
+def lr_for_kl(probe: Probe, gradient: Mapping[str, Tensor], target: float, start: float) -> float:
+    """A rate whose step moves θ by about `target` KL. KL grows as the square of a small step, so few tries suffice."""
+    lr = start
+    for _ in range(MAX_TRIES):
+        kl = probe.measure(gradient, lr).kl
+        if math.isfinite(kl) and target / CLOSE_ENOUGH <= kl <= target * CLOSE_ENOUGH:
+            break
+        factor = math.sqrt(target / kl) if math.isfinite(kl) and kl > 0 else (10.0 if kl == 0 else 0.1)
+        lr = min(max(lr * min(max(factor, 0.1), 10.0), LR_BOUNDS[0]), LR_BOUNDS[1])
+    return lr

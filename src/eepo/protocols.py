@@ -1,0 +1,51 @@
+"""The three things a user may bring: an engine that samples, a reward that grades, a task that asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from eepo.types import Completion, Prompt, Sampling
+
+
+class RolloutEngine(Protocol):
+    """Samples from its own copy of the weights. Sync is `load_weights(θ)`, unlearning is `load_weights(θ − η·grad)`."""
+
+    dtype: torch.dtype
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take every weight, by the policy's names. What was sampled before must not leak into what comes after."""
+        ...
+
+    def generate(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[list[Completion]]:
+        """`num_samples` completions for each prompt, in the order of `prompts`."""
+        ...
+
+
+class Reward(Protocol):
+    """Grades completions. What a model wrote is hostile input: never evaluate it, bound time and memory."""
+
+    def grade(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[float]:
+        """One reward per (prompt, completion text) pair, in order."""
+        ...
+
+    def answer_key(self, prompt: Prompt, text: str) -> str:
+        """Equal for two correct completions that give the same answer: what "distinct correct answers" counts."""
+        ...
+
+
+class Task(Protocol):
+    """Problems. Training prompts are a pure function of their position, so a run resumes from one number."""
+
+    def training_prompts(self, first: int, count: int) -> list[Prompt]: ...
+
+    def evaluation_sets(self) -> dict[str, list[Prompt]]:
+        """Named sets, disjoint from training."""
+        ...
+
+    def demonstrations(self, first: int, count: int) -> list[tuple[Prompt, str]]:
+        """Prompts with a completion that earns the reward, for a supervised warm start."""
+        ...

@@ -1,0 +1,173 @@
+"""A recipe: a TOML file read strictly into a config. Every mistake is one line: the key, the value, what is allowed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import tomllib
+import types
+import typing
+from pathlib import Path
+from typing import Any, TypeVar
+
+from eepo.config import RunConfig, WarmupConfig, check_run, check_task
+from eepo.types import UserError
+
+Config = TypeVar("Config", RunConfig, WarmupConfig)
+
+
+def load_run(recipe: str | Path, overrides: typing.Sequence[str] = ()) -> RunConfig:
+    """The training recipe at `recipe` (a file, or a shipped name such as `countdown/eepo`), with `a.b=value` changes."""
+    return parse(RunConfig, _tables(recipe, overrides), str(recipe))
+
+
+def load_warmup(recipe: str | Path, overrides: typing.Sequence[str] = ()) -> WarmupConfig:
+    return parse(WarmupConfig, _tables(recipe, overrides), str(recipe))
+
+
+def parse(kind: type[Config], tables: dict[str, Any], source: str) -> Config:
+    """`tables` as a `kind`; raises `UserError` naming the first key that is wrong."""
+    config = _read(kind, tables, source, prefix="")
+    broken = check_run(config) if isinstance(config, RunConfig) else check_task(config.task)
+    if broken:
+        raise UserError(f"{source}: {broken}")
+    return config
+
+
+def dump(config: Any) -> str:
+    """The config as TOML that reads back to the same config. (JSON and TOML agree on the values we have.)"""
+    tables = dataclasses.asdict(config)
+    lines = [f"{key} = {_toml(value)}" for key, value in tables.items() if not isinstance(value, dict)]
+    for name, table in tables.items():
+        if isinstance(table, dict):
+            lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def find(recipe: str | Path) -> Path:
+    """A recipe's file: the path as given, else one of the shipped recipes by name."""
+    path = Path(recipe)
+    if path.is_file():
+        return path
+    for folder in recipe_folders():
+        shipped = folder / path.with_suffix(".toml")
+        if shipped.is_file():
+            return shipped
+    names = sorted(str(p.relative_to(f).with_suffix("")) for f in recipe_folders() for p in f.rglob("*.toml"))
+    raise UserError(f"{recipe}: no such recipe; give a TOML file or one of: {', '.join(names)}")
+
+
+def recipe_folders() -> list[Path]:
+    """Inside an installed package, or beside `src/` in a clone."""
+    package = Path(__file__).parent
+    return [folder for folder in (package / "recipes", package.parents[1] / "recipes") if folder.is_dir()]
+
+
+def _tables(recipe: str | Path, overrides: typing.Sequence[str]) -> dict[str, Any]:
+    tables = read_toml(find(recipe))
+    for override in overrides:
+        _override(tables, override)
+    return tables
+
+
+def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The file's tables, laid over those of the recipe that its `extends` names (a path beside it)."""
+    if path.resolve() in seen:
+        raise UserError(f"{path}: extends itself through {' -> '.join(p.name for p in seen)}")
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid TOML: {error}") from error
+    base = tables.pop("extends", None)
+    if base is None:
+        return tables
+    if not isinstance(base, str) or not (path.parent / base).is_file():
+        raise UserError(f"{path}: extends = {_toml(base)}, but there is no such file beside it")
+    return _merged(read_toml(path.parent / base, (*seen, path.resolve())), tables)
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merged(merged[key], value) if both else value
+    return merged
+
+
+def _override(tables: dict[str, Any], override: str) -> None:
+    """Apply one `a.b=value`. The value is TOML if it reads as TOML, else a bare string."""
+    key, equals, text = override.partition("=")
+    *parents, name = key.strip().split(".")
+    if not equals or not all([*parents, name]):
+        raise UserError(f"--set {override}: expected section.key=value, such as training.seed=1")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    for parent in parents:
+        tables = tables.setdefault(parent, {})
+        if not isinstance(tables, dict):
+            raise UserError(f"--set {override}: {parent} is a value, not a section")
+    tables[name] = value
+
+
+def _read(kind: Any, tables: dict[str, Any], source: str, prefix: str) -> Any:
+    hints = typing.get_type_hints(kind)
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    for key in tables:
+        if key not in fields:
+            raise UserError(f"{source}: unknown key {prefix}{key} = {_short(tables[key])}; allowed: {', '.join(fields)}")
+    values = {}
+    for key, value in tables.items():
+        if dataclasses.is_dataclass(hints[key]):
+            if not isinstance(value, dict):
+                raise UserError(f"{source}: {prefix}{key} = {_short(value)} must be a section: [{prefix}{key}]")
+            values[key] = _read(hints[key], value, source, f"{prefix}{key}.")
+        else:
+            values[key] = _value(hints[key], value, fields[key].metadata, f"{source}: {prefix}{key} = {_short(value)}")
+    return kind(**values)
+
+
+def _value(hint: Any, value: Any, bounds: typing.Mapping[str, Any], where: str) -> Any:
+    """`value` if `hint` and `bounds` allow it; an int is accepted where a float is expected, nothing else is bent."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union else (hint,)
+    for option in options:
+        if typing.get_origin(option) is typing.Literal:
+            if value in typing.get_args(option) and isinstance(value, str):
+                return value
+        elif option is float and type(value) in (int, float):
+            return _bounded(float(value), bounds, where, options)
+        elif type(value) is option:
+            return _bounded(value, bounds, where, options) if option is int else value
+    raise UserError(f"{where} must be {_allowed(options, bounds)}")
+
+
+def _bounded(value: Any, bounds: typing.Mapping[str, Any], where: str, options: tuple[Any, ...]) -> Any:
+    above, least, most = (bounds.get(name) for name in ("above", "least", "most"))
+    fits = (above is None or value > above) and (least is None or value >= least) and (most is None or value <= most)
+    if not fits or not math.isfinite(value):
+        raise UserError(f"{where} must be {_allowed(options, bounds)}")
+    return value
+
+
+def _allowed(options: tuple[Any, ...], bounds: typing.Mapping[str, Any]) -> str:
+    words = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+    signs = {"above": "> {}", "least": ">= {}", "most": "<= {}"}
+    limits = " and ".join(sign.format(bounds[name]) for name, sign in signs.items() if bounds.get(name) is not None)
+    texts = []
+    for option in options:
+        if typing.get_origin(option) is typing.Literal:
+            texts.append("one of " + ", ".join(_toml(choice) for choice in typing.get_args(option)))
+        else:
+            texts.append(f"{words[option]} {limits}" if limits and option in (int, float) else words[option])
+    return ", or ".join(texts)
+
+
+def _short(value: Any) -> str:
+    text = _toml(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _toml(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)

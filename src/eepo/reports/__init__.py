@@ -1,0 +1,21 @@
+"""Reads run folders, and nothing else: tables, figures, one HTML page."""
+
+from __future__ import annotations
+
+from eepo.reports.measures import comparison_rows
+from eepo.reports.page import write_report
+from eepo.reports.runs import Run, by_method, read_run
+from eepo.reports.summary import summary_sentences
+from eepo.reports.tables import html_table, markdown_table, terminal_table
+
+__all__ = [
+    "Run",
+    "by_method",
+    "comparison_rows",
+    "html_table",
+    "markdown_table",
+    "read_run",
+    "summary_sentences",
+    "terminal_table",
+    "write_report",
+]

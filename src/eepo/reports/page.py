@@ -1,0 +1,153 @@
+"""One HTML page that needs nothing else: no network, no script, pictures inside. It can be mailed or archived."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from eepo.reports.curves import MOST_BANDED
+from eepo.reports.measures import comparison_rows
+from eepo.reports.pictures import PICTURES, Picture, draw_pictures, image_bytes
+from eepo.reports.runs import Run, by_method, read_run
+from eepo.reports.samples import samples_section
+from eepo.reports.settings import settings_table
+from eepo.reports.summary import summary_sentences
+from eepo.reports.tables import html_table
+from eepo.types import UserError
+
+# Figures keep a white card in the dark: their colours were chosen for it.
+CSS = """
+:root { color-scheme: light dark;
+  --ink: #1c1c1c; --soft: #5a5a5a; --paper: #fdfdfc; --line: #d9d9d6; --block: #f1f1ee; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e8e6e3; --soft: #b3b0aa; --paper: #181818; --line: #3c3c3c; --block: #242424; }
+}
+body { margin: 0 auto; padding: 1rem; max-width: 62rem; background: var(--paper); color: var(--ink);
+  font: 16px/1.55 system-ui, sans-serif; overflow-wrap: break-word; }
+h1 { font-size: 1.6rem; line-height: 1.25; } h2 { font-size: 1.2rem; margin-top: 2.2rem; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .35rem .7rem; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
+th, td { white-space: nowrap; } .samples td { white-space: normal; }
+.caption, figcaption { color: var(--soft); font-size: .875rem; }
+figure { margin: 1rem 0 2rem; }
+.card { overflow-x: auto; background: #fff; border: 1px solid var(--line); border-radius: 6px; padding: .5rem; }
+.card img { display: block; width: 100%; min-width: 42rem; height: auto; }
+pre { margin: 0; padding: .3rem .5rem; background: var(--block); border-radius: 4px; font-size: .8125rem;
+  white-space: pre-wrap; overflow-wrap: anywhere; unicode-bidi: isolate; direction: ltr; }
+summary { cursor: pointer; padding: .3rem 0; } details { border-bottom: 1px solid var(--line); }
+"""
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+
+def write_report(run_folders: Sequence[Path | str], out: Path) -> Path:
+    """The page at `out`, its figures as PNG files in `<out stem>_figures/` beside it. Gives back `out`."""
+    if not run_folders:
+        raise UserError("a report needs at least one run folder")
+    out = Path(out)
+    if out.is_dir():
+        raise UserError(f"{out}: is a folder; the report needs a file name such as {out / 'report.html'}")
+    runs = [read_run(folder) for folder in run_folders]
+    drawn = draw_pictures(runs)
+    text = page(runs, drawn)
+    _write_figures(drawn, out.with_name(f"{out.stem}_figures"))
+    out.write_text(text, encoding="utf-8", errors="replace")  # a name may hold what UTF-8 cannot
+    return out
+
+
+def page(runs: Sequence[Run], drawn: Sequence[tuple[Picture, Figure]]) -> str:
+    title = (
+        f"{' against '.join(reversed(by_method(runs)))}" if len(by_method(runs)) == 2 else ", ".join(by_method(runs))
+    )
+    sentences = "\n".join(f"<li>{escape(sentence)}</li>" for sentence in summary_sentences(runs))
+    figures = "\n".join(_figure(picture, figure, bands(runs)) for picture, figure in drawn)
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<title>{escape(title)}</title>
+<style>{CSS}</style>
+</head>
+<body>
+<h1>{escape(title)}</h1>
+<p class="caption">{escape(_counts(runs))}</p>
+<h2>In short</h2>
+<ul>
+{sentences}
+</ul>
+<h2>At the end of training</h2>
+{html_table(comparison_rows(runs))}
+<h2>Figures</h2>
+{figures or "<p>The runs have no data for figures yet.</p>"}
+<h2>Settings that differ</h2>
+{settings_table(runs)}
+<h2>Sampled completions</h2>
+{samples_section(runs)}
+<h2>Environment</h2>
+{_environments(runs)}
+</body>
+</html>
+"""
+
+
+def bands(runs: Sequence[Run]) -> str:
+    """What a shaded band is, in these runs."""
+    if all(len(seeds) == 1 for seeds in by_method(runs).values()):
+        return "One seed each: bands, where there are any, are 95 % intervals over the problems of that seed."
+    sentence = "Lines are means over seeds, bands reach from the lowest to the highest seed."
+    crowded = len(by_method(runs)) > MOST_BANDED
+    return sentence + " With this many methods, lines over steps go without bands." * crowded
+
+
+def environment_line(environment: dict[str, Any]) -> str:
+    """The command is left out: it names folders of whoever ran it."""
+    keys = ("eepo", "commit", "python", "platform", "device")
+    parts = [f"{key} {environment[key]}" for key in keys if environment.get(key)]
+    if environment.get("num_cores"):
+        parts.append(f"{environment['num_cores']} cores")
+    packages = environment.get("packages") or {}
+    return ", ".join([*parts, *(f"{name} {version}" for name, version in packages.items() if version)])
+
+
+def _counts(runs: Sequence[Run]) -> str:
+    methods = [
+        f"{name}: seed{'s' if len(seeds) > 1 else ''} {', '.join(str(run.seed) for run in seeds)}, "
+        f"{max(run.last_step for run in seeds)} steps"
+        for name, seeds in by_method(runs).items()
+    ]
+    return ". ".join(methods) + "."
+
+
+def _figure(picture: Picture, figure: Figure, band: str) -> str:
+    source = "data:image/svg+xml;base64," + base64.b64encode(image_bytes(figure, "svg")).decode("ascii")
+    return (
+        f'<figure>\n<div class="card"><img alt="{escape(picture.title)}" src="{source}"></div>\n'
+        f"<figcaption><b>{escape(picture.title)}.</b> {escape(picture.caption)} {escape(band)}</figcaption>\n</figure>"
+    )
+
+
+def _environments(runs: Sequence[Run]) -> str:
+    """Runs on the same machine with the same versions share a line."""
+    lines: dict[str, list[str]] = {}
+    for run in runs:
+        lines.setdefault(environment_line(run.environment) or "not recorded", []).append(f"{run.name} {run.seed}")
+    if len(lines) == 1:
+        return f"<p>{escape(next(iter(lines)))}.</p>"
+    return "\n".join(f"<p>{escape(', '.join(names))}: {escape(line)}.</p>" for line, names in lines.items())
+
+
+def _write_figures(drawn: Sequence[tuple[Picture, Figure]], folder: Path) -> None:
+    """Figures of an earlier report that these runs have no data for must not stay and be taken for theirs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for picture in PICTURES:
+        (folder / f"{picture.name}.png").unlink(missing_ok=True)
+    for picture, figure in drawn:
+        (folder / f"{picture.name}.png").write_bytes(image_bytes(figure, "png"))

@@ -1,0 +1,85 @@
+"""The figures of a report in their order, each with the words that go below it; and figures as bytes."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from eepo.reports.figures import (
+    collapse_figure,
+    cost_figure,
+    exploration_figure,
+    pass_at_k_figure,
+    unlearning_figure,
+)
+from eepo.reports.panels import STYLE
+from eepo.reports.runs import Run
+
+
+@dataclass(frozen=True)
+class Picture:
+    """`name` is the file's name; `caption` says what one sees and how to read it."""
+
+    name: str
+    title: str
+    caption: str
+    figure: Callable[[Sequence[Run]], Figure | None]
+
+
+PICTURES = (
+    Picture(
+        "exploration",
+        "Exploration",
+        "Entropy, reward and length of the completions sampled in each step; stage 2 (dashed) is sampled after "
+        "unlearning, so a dashed line above its solid one in the first panel means that unlearning widened the search, "
+        "and one below it in the second is the reward that this cost.",
+        exploration_figure,
+    ),
+    Picture(
+        "collapse",
+        "Accuracy and entropy",
+        "Accuracy on problems that were not trained on, beside the entropy of the sampled completions; entropy that "
+        "falls to nothing while a mean line climbs to its greedy line shows a policy that has settled on one way of "
+        "answering. The last point may be a full evaluation, with more problems than the quick ones before it.",
+        collapse_figure,
+    ),
+    Picture(
+        "pass_at_k",
+        "pass@k",
+        "The chance that at least one of k drawn completions is right: the left end shows how reliable a policy is, "
+        "the right end how much it can still find, and lines that cross trade one for the other.",
+        pass_at_k_figure,
+    ),
+    Picture(
+        "cost",
+        "Cost",
+        "Where the seconds of a mean step go, and how long completions are; longer completions cost time in every "
+        "phase, so read the two together.",
+        cost_figure,
+    ),
+    Picture(
+        "unlearning",
+        "Unlearning",
+        "How many stage-1 tokens the gate let through, how far one unlearning step moved the rollout model, and how "
+        "much of each stage the update clipped; near-zero KL or changed weights mean that unlearning did nothing.",
+        unlearning_figure,
+    ),
+)
+
+
+def draw_pictures(runs: Sequence[Run]) -> list[tuple[Picture, Figure]]:
+    """Those that the runs have data for."""
+    return [(picture, figure) for picture in PICTURES if (figure := picture.figure(runs)) is not None]
+
+
+def image_bytes(figure: Figure, form: str) -> bytes:
+    """As "svg" or "png", without a date: the same runs give the same file."""
+    buffer = io.BytesIO()
+    metadata = {"Date": None} if form == "svg" else {"Software": None}
+    with matplotlib.rc_context(STYLE):
+        figure.savefig(buffer, format=form, dpi=150, facecolor="white", metadata=metadata)
+    return buffer.getvalue()

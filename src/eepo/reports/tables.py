@@ -1,0 +1,104 @@
+"""The comparison as a table: on the terminal, in HTML, in Markdown. All three show the same cells."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from rich.table import Table
+from rich.text import Text
+
+from eepo.reports.measures import LABELS, START, ComparisonRow, Estimate, comparison_rows
+
+__all__ = ["comparison_rows", "html_table", "markdown_table", "table_caption", "terminal_table"]
+
+MISSING = "–"
+
+
+def table_caption(rows: Sequence[ComparisonRow]) -> str:
+    """What the numbers are, and what the brackets are over. Says it plainly when the brackets prove nothing."""
+    trained = [row for row in rows if row.method != START]
+    parts = [
+        "greedy: share of problems solved by the most likely completion; mean: share of drawn completions that are "
+        "right; pass@k: chance that k drawn completions hold a right one; distinct correct: different right answers "
+        "found for a problem, on average."
+    ]
+    if any(row.num_seeds > 1 for row in trained):
+        parts.append("Brackets: 95 % t-interval of the mean over seeds; with few seeds it may reach past 0 or 100 %.")
+    if any(row.num_seeds == 1 for row in trained):
+        single = "Brackets" if all(row.num_seeds == 1 for row in trained) else "Brackets of methods with one seed"
+        parts.append(f"{single}: 95 % interval over the problems of ONE seed, which is not evidence about methods.")
+    if any(row.method == START for row in rows):
+        parts.append("start: the policy before training; its interval is over problems.")
+    return " ".join(parts)
+
+
+def headings(rows: Sequence[ComparisonRow]) -> list[str]:
+    measures = [LABELS.get(measure, measure) for measure in _measures(rows)]
+    return ["set", "method", "seeds", *measures, "training time", "completions"]
+
+
+def cells(row: ComparisonRow, measures: Sequence[str]) -> list[str]:
+    return [
+        plain(row.set) or MISSING,
+        row.method,
+        MISSING if row.method == START else str(row.num_seeds),
+        *(measure_text(row.measures.get(measure), measure) for measure in measures),
+        _number(row.seconds, "{:,.0f}", " s"),
+        f"{row.num_completions.mean:,.0f}" if row.num_completions else MISSING,
+    ]
+
+
+def plain(name: str) -> str:
+    """An evaluation set's name for reading."""
+    return name.replace("_", " ")
+
+
+def measure_text(found: Estimate | None, measure: str) -> str:
+    """Shares in percent, distinct answers as a count."""
+    if measure == "distinct":
+        return _number(found, "{:.2f}", "")
+    return _number(found, "{:.1f}", " %", scale=100)
+
+
+def terminal_table(rows: Sequence[ComparisonRow]) -> Table:
+    """`Text` cells, because a method's name is the user's and may hold rich's own markup."""
+    table = Table(caption=Text(table_caption(rows)), caption_justify="left")
+    for heading in headings(rows):
+        table.add_column(Text(heading), justify="left" if heading in ("set", "method") else "right")
+    for place, row in enumerate(rows):
+        last_of_set = place + 1 == len(rows) or rows[place + 1].set != row.set
+        table.add_row(*(Text(cell) for cell in cells(row, _measures(rows))), end_section=last_of_set)
+    return table
+
+
+def html_table(rows: Sequence[ComparisonRow]) -> str:
+    head = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in headings(rows))
+    body = "\n".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells(row, _measures(rows))) + "</tr>" for row in rows
+    )
+    return (
+        f'<div class="wide"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>\n'
+        f'<p class="caption">{escape(table_caption(rows))}</p>'
+    )
+
+
+def markdown_table(rows: Sequence[ComparisonRow]) -> str:
+    head = headings(rows)
+    rule = ["---" if heading in ("set", "method") else "---:" for heading in head]
+    lines = [head, rule, *(cells(row, _measures(rows)) for row in rows)]
+    text = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return f"{text}\n\n{table_caption(rows)}\n"
+
+
+def _measures(rows: Sequence[ComparisonRow]) -> list[str]:
+    return list(rows[0].measures) if rows else []
+
+
+def _number(found: Estimate | None, form: str, unit: str, scale: float = 1) -> str:
+    if found is None:
+        return MISSING
+    text = form.format(found.mean * scale) + unit
+    if found.low is None or found.high is None:
+        return text
+    return f"{text} [{form.format(found.low * scale)}, {form.format(found.high * scale)}]"

@@ -1,0 +1,1 @@
+"""Engines that sample. The trainer knows only `protocols.RolloutEngine`."""

@@ -1,0 +1,94 @@
+"""A run is a folder. This writes and reads its records: recipe, environment, and one JSON line for each event.
+
+Lines are flushed as they are written, so a killed run keeps everything up to its last whole line. On resume, lines
+from steps after the checkpoint are dropped: those steps happen again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import eepo
+
+METRICS, EVALUATIONS, COMPLETIONS = "metrics.jsonl", "evaluations.jsonl", "completions.jsonl"
+PACKAGES = ("torch", "transformers", "safetensors", "numpy", "tokenizers")
+
+
+class RunLog:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def write_recipe(self, text: str) -> None:
+        write_whole(self.folder / "recipe.toml", text)
+
+    def write_environment(self, device: str) -> None:
+        write_whole(self.folder / "environment.json", json.dumps(environment(device), indent=2) + "\n")
+
+    def append(self, name: str, *rows: dict[str, Any]) -> None:
+        with (self.folder / name).open("a", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=True) + "\n")
+
+    def rewind(self, step: int) -> None:
+        """Drop every line after `step`, and a torn last one."""
+        for name in (METRICS, EVALUATIONS, COMPLETIONS):
+            path = self.folder / name
+            if path.exists():
+                kept = [json.dumps(row, ensure_ascii=True) for row in read_lines(path) if row["step"] <= step]
+                write_whole(path, "".join(line + "\n" for line in kept))
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a JSONL file; a torn last line (the run was killed while writing it) is left out."""
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            if not line.endswith("\n"):
+                return
+            yield json.loads(line)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write aside and rename: a reader sees the old file or the new one, never half of one."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, path)
+
+
+def environment(device: str) -> dict[str, Any]:
+    """What someone needs to know to get the same numbers."""
+    return {
+        "eepo": eepo.__version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "num_cores": os.cpu_count(),
+        "device": device,
+        "packages": {name: _version(name) for name in PACKAGES},
+        "command": " ".join(sys.argv),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """Of the source tree that is running, if it is one."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip() or None

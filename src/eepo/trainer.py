@@ -1,0 +1,177 @@
+"""The loop: prompts in, steps, evaluations, checkpoints, records out. It knows no algorithm beyond `EEPO.step`."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eepo import checkpoint
+from eepo.algorithm import EEPO
+from eepo.config import RunConfig
+from eepo.evaluation import evaluate
+from eepo.metrics import StepMetrics
+from eepo.progress import Bar, Progress
+from eepo.protocols import Task
+from eepo.runlog import COMPLETIONS, EVALUATIONS, METRICS, RunLog, read_lines
+from eepo.types import Prompt, Rollout, Sampling, UserError
+
+
+class Interrupted(UserError):
+    """Asked to stop; a checkpoint of the last whole step is on disk."""
+
+
+@dataclass
+class Trainer:
+    config: RunConfig
+    algorithm: EEPO
+    task: Task
+    tokenizer: Any
+    log: RunLog
+    progress: Progress
+    step: int = 0  # whole steps done
+    num_prompts_seen: int = 0
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.log.folder / "checkpoints"
+
+    @property
+    def model(self) -> Any:
+        return self.algorithm.policy.model
+
+    def restore(self, folder: Path) -> None:
+        """Go on from a checkpoint whose weights the policy already has: optimizer, counters, gate history."""
+        state = checkpoint.load_training(folder, self.model, self.algorithm.optimizer)
+        self.step, self.num_prompts_seen = state["step"], state["num_prompts_seen"]
+        self.algorithm.gate_history, self.algorithm.auto_lr = state["gate_history"], state["auto_lr"]
+
+    def run(self) -> Path:
+        """Train to the last step, save, evaluate; returns the folder of the final weights."""
+        settings, title = self.config.training, f"{self.config.name} seed {self.config.training.seed}"
+        if self.step == 0 and not self._evaluated(0):
+            self._evaluate_start()
+        with self.progress.bar(f"train {title}", settings.num_steps, self.step) as bar, _stop_signals() as stop:
+            while self.step < settings.num_steps:
+                self._one_step(bar)
+                due = settings.checkpoint_every and self.step % settings.checkpoint_every == 0
+                if due or stop.is_set() or self.step == settings.num_steps:
+                    self._save()
+                if stop.is_set():
+                    raise Interrupted(f"stopped after step {self.step}; go on with: --out {self.log.folder} --resume")
+        final = checkpoint.save_final(self.log.folder / "final", self.model, self.tokenizer)
+        if not self._evaluated(self.step):
+            self._evaluate("full", self.config.evaluation.num_samples, None)
+        return final
+
+    def _one_step(self, bar: Bar) -> None:
+        prompts = self.task.training_prompts(self.num_prompts_seen, self.config.training.prompts_per_step)
+        metrics = StepMetrics()
+        options = self.config.algorithm
+        stream = f"train/{self.step + 1}"
+        sampling = Sampling(options.temperature, options.max_new_tokens, self.config.training.seed, stream)
+        rollout = self.algorithm.step(prompts, sampling, metrics)
+        self.step += 1
+        self.num_prompts_seen += len(prompts)
+        row = {"step": self.step} | metrics.result()
+        self.log.append(METRICS, row)
+        self.log.append(COMPLETIONS, *_completion_rows(self.step, rollout, self.config.training.log_completions))
+        bar.advance(note=f"reward {row['reward']:.3f}  entropy {row['entropy']:.3f}  {row['seconds/total']:.1f} s a step")
+        every = self.config.evaluation.every
+        if every and self.step % every == 0 and self.step < self.config.training.num_steps:
+            self._quick_look()
+
+    def _evaluate_start(self) -> None:
+        if self.config.evaluation.start:
+            self._evaluate("full", self.config.evaluation.num_samples, None)
+        elif self.config.evaluation.every:
+            self._quick_look()
+
+    def _quick_look(self) -> None:
+        self._evaluate("quick", self.config.evaluation.quick_samples, self.config.evaluation.quick_problems)
+
+    def _evaluate(self, kind: str, num_samples: int, num_problems: int | None) -> None:
+        """All sets, written at once, so that an interrupted evaluation leaves nothing half done."""
+        settings, options = self.config.evaluation, self.config.algorithm
+        self.algorithm.engine.load_weights(self.algorithm.policy.named_weights())
+        sampling = Sampling(settings.temperature, options.max_new_tokens, settings.seed, "evaluation")
+        sets = {name: prompts[:num_problems] for name, prompts in self.task.evaluation_sets().items()}
+        rows = []
+        with self._evaluation_bar(kind, sets) as bar:
+            for name, prompts in sets.items():
+                result = evaluate(
+                    self.algorithm.engine, self.algorithm.reward, prompts, num_samples, sampling, bar.advance if bar else _silent
+                )
+                rows.append({"step": self.step, "kind": kind, "set": name} | result.row(with_problems=kind == "full"))
+        self.log.append(EVALUATIONS, *rows)
+
+    @contextmanager
+    def _evaluation_bar(self, kind: str, sets: dict[str, list[Prompt]]) -> Iterator[Bar | None]:
+        """A bar of its own for the full evaluation; the quick one runs under the training's bar."""
+        if kind == "quick":
+            yield None
+            return
+        title = f"evaluate {self.config.name} seed {self.config.training.seed} at step {self.step}"
+        with self.progress.bar(title, sum(map(len, sets.values()))) as bar:
+            yield bar
+
+    def _evaluated(self, step: int) -> bool:
+        path = self.log.folder / EVALUATIONS
+        kinds = {"full", "quick"} if step == 0 else {"full"}
+        return path.exists() and any(row["step"] == step and row["kind"] in kinds for row in read_lines(path))
+
+    def _save(self) -> None:
+        state = {
+            "num_prompts_seen": self.num_prompts_seen,
+            "gate_history": self.algorithm.gate_history,
+            "auto_lr": self.algorithm.auto_lr,
+        }
+        checkpoint.save(self.checkpoints, self.step, self.model, self.tokenizer, self.algorithm.optimizer, state)
+        checkpoint.prune(self.checkpoints, self.config.training.keep_checkpoints)
+
+
+def _silent(done: int) -> None:
+    pass
+
+
+def _completion_rows(step: int, rollout: Rollout, num_prompts: int) -> Iterator[dict[str, Any]]:
+    for row in range(min(num_prompts, len(rollout.prompts))):
+        prompt = rollout.prompts[row]
+        columns = zip(rollout.groups[row], rollout.rewards[row], rollout.advantages[row], rollout.stages, strict=True)
+        for completion, reward, advantage, stage in columns:
+            yield {
+                "step": step,
+                "prompt_id": prompt.id,
+                "prompt": prompt.text,
+                "stage": stage,
+                "reward": reward,
+                "advantage": advantage,
+                "text": completion.text,
+                "finished": completion.finished,
+            }
+
+
+@contextmanager
+def _stop_signals() -> Iterator[threading.Event]:
+    """The first Ctrl-C or SIGTERM asks for a stop after this step; the second one is not held back."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def ask(number: int, frame: Any) -> None:
+        stop.set()
+        signal.signal(number, before[number])
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, ask)
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,88 @@
+"""The nouns. Everything above speaks in these; none of them knows a model, a file or a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class UserError(Exception):
+    """Something the user can mend: shown as one line, without a traceback."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One problem as the model sees it. `id` owns the random numbers of its completions, so it must be unique."""
+
+    id: str
+    text: str
+    token_ids: tuple[int, ...]
+    answer: Any = None  # ground truth, whatever the task's reward needs
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled continuation. `token_ids` ends with the end-of-sequence token when `finished`."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]  # of the sampled tokens, under the weights that sampled, at the sampling temperature
+    text: str
+    finished: bool  # False: cut off at the length limit
+    entropies: tuple[float, ...] = ()  # of the full next-token distributions; empty if the engine cannot tell
+
+    def entropy_sum(self) -> float:
+        """Of its tokens; without `entropies`, an unbiased estimate from the sampled tokens."""
+        return sum(self.entropies) if self.entropies else -sum(self.logprobs)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample. A row's draws depend on (seed, stream, prompt id, sample index, position) and nothing else."""
+
+    temperature: float  # 0 is greedy
+    max_new_tokens: int
+    seed: int = 0
+    stream: str = ""  # what this sampling is for, e.g. "train/17": keeps draws of different steps apart
+    first_sample: int = 0  # index of the first sample of each prompt: stage 2 goes on where stage 1 ended
+
+
+@dataclass
+class Rollout:
+    """What one step sampled: for each of Q prompts its group of G completions, stage after stage."""
+
+    prompts: list[Prompt]  # [Q]
+    groups: list[list[Completion]] = field(default_factory=list)  # [Q][G]
+    rewards: list[list[float]] = field(default_factory=list)  # [Q][G]
+    stages: list[int] = field(default_factory=list)  # [G], from 1: which stage each place of a group comes from
+    advantages: list[list[float]] = field(default_factory=list)  # [Q][G]
+
+    def add_stage(self, stage: int, groups: list[list[Completion]], rewards: list[float]) -> None:
+        """Append n completions to every group; `rewards` is flat, [Q · n]."""
+        num_samples = len(groups[0])
+        for row, group in enumerate(groups):
+            graded = rewards[row * num_samples : (row + 1) * num_samples]
+            if stage == 1:
+                self.groups.append([])
+                self.rewards.append([])
+            self.groups[row] += group
+            self.rewards[row] += graded
+        self.stages += [stage] * num_samples
+
+    def pairs(self, rows: Iterable[int]) -> list[tuple[Prompt, Completion]]:
+        """Every completion of the prompts in `rows`, beside its prompt, group by group."""
+        return [(self.prompts[row], completion) for row in rows for completion in self.groups[row]]
+
+    def of_stage(self, stage: int) -> list[tuple[Completion, float]]:
+        """Completions of one stage with their rewards."""
+        return [
+            (completion, reward)
+            for group, rewards in zip(self.groups, self.rewards, strict=True)
+            for completion, reward, own in zip(group, rewards, self.stages, strict=True)
+            if own == stage
+        ]
+
+
+def mean_entropy(completions: Sequence[Completion]) -> float:
+    """Over all their tokens."""
+    return sum(c.entropy_sum() for c in completions) / sum(len(c.token_ids) for c in completions)

@@ -1,0 +1,104 @@
+"""Small run folders with known numbers, as the trainer would have written them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eepo.estimates import pass_at_k, powers_of_two
+
+NUM_STEPS, NUM_SAMPLES = 30, 32
+
+WriteRun = Callable[..., Path]
+
+
+def metrics_row(step: int, staged: bool, level: float) -> dict[str, Any]:
+    wave = 0.05 * ((step * 7) % 5)
+    row: dict[str, Any] = {"step": step, "gate_share": 0.0, "policy_entropy": level, "grad_norm": 1.0}
+    for stage in (1, 2) if staged else (1,):
+        row |= {
+            f"stage{stage}/reward": 0.3 + 0.01 * step + wave - 0.03 * (stage - 1),
+            f"stage{stage}/entropy": level * (0.96**step) + 0.2 * (stage - 1) + wave,
+            f"stage{stage}/length": 20 + step + stage,
+            f"stage{stage}/clip_share": 0.01 * stage + wave / 10,
+        }
+    row |= {key: row[f"stage1/{key}"] for key in ("reward", "entropy", "length")}
+    row |= {"seconds/stage1": 0.5, "seconds/update": 1.0, "seconds/total": 2.0}
+    if staged:
+        row |= {"gate_share": 0.2 + wave, "seconds/stage2": 0.25}
+        if step % 3:  # in some steps nothing is gated
+            row |= {"unlearn/kl": 1e-3 * (1 + wave), "unlearn/weights_changed_share": 0.9}
+    return row
+
+
+def evaluation_row(step: int, kind: str, name: str, correct: Sequence[int]) -> dict[str, Any]:
+    """`correct`: of NUM_SAMPLES, problem by problem. Greedy is right where more than half the samples are."""
+    number = len(correct)
+    problems = [
+        {"id": f"p{place}", "greedy": right * 2 > NUM_SAMPLES, "correct": right, "distinct": min(right, 3)}
+        for place, right in enumerate(correct)
+    ]
+    row: dict[str, Any] = {
+        "step": step, "kind": kind, "set": name, "num_problems": number, "num_samples": NUM_SAMPLES,
+        "greedy": sum(problem["greedy"] for problem in problems) / number,
+        "mean": sum(correct) / number / NUM_SAMPLES,
+        "pass@k": {
+            str(k): sum(pass_at_k(NUM_SAMPLES, right, k) for right in correct) / number
+            for k in powers_of_two(NUM_SAMPLES)
+        },
+        "distinct": sum(problem["distinct"] for problem in problems) / number,
+        "length": 20.0, "truncated_share": 0.0, "seconds": 1.0,
+    }  # fmt: skip
+    return row | ({"problems": problems} if kind == "full" else {})
+
+
+def to_lines(rows: Sequence[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.fixture
+def write_run(tmp_path: Path) -> WriteRun:
+    """write_run("grpo", seed=1, correct=[32, 0, 8, 0]): the folder of a finished run."""
+
+    def write(
+        name: str = "grpo",
+        seed: int = 0,
+        correct: Sequence[int] = (32, 0, 8, 0),
+        text: str = "1 + 2",
+        level: float = 1.0,
+        settings: str = "",
+        start: bool = True,
+    ) -> Path:
+        folder = tmp_path / f"{name}-{seed}"
+        folder.mkdir()
+        staged = name.startswith("eepo")
+        (folder / "recipe.toml").write_text(
+            f'name = "{name}"\n[algorithm]\nnum_stages = {1 + staged}\ngroup_size = 8\n{settings}\n'
+            f"[training]\nseed = {seed}\nnum_steps = {NUM_STEPS}\nprompts_per_step = 4\n"
+        )
+        (folder / "environment.json").write_text(json.dumps({"eepo": "0.1.0", "packages": {"torch": "2.10"}}))
+        metrics = [metrics_row(step, staged, level + 0.05 * seed) for step in range(1, NUM_STEPS + 1)]
+        (folder / "metrics.jsonl").write_text(to_lines(metrics))
+        evaluations = [
+            evaluation_row(step, "quick", name, [8 + step % 7, 3, 0, seed])
+            for step in (10, 20)
+            for name in ("in_range", "out_of_range")
+        ]
+        if start:
+            evaluations += [evaluation_row(0, "full", name, [8, 0, 0, 0]) for name in ("in_range", "out_of_range")]
+        evaluations.append(evaluation_row(NUM_STEPS, "full", "in_range", correct))
+        evaluations.append(evaluation_row(NUM_STEPS, "full", "out_of_range", [right // 2 for right in correct]))
+        (folder / "evaluations.jsonl").write_text(to_lines(evaluations))
+        completions = [
+            {"step": step, "prompt_id": f"{step}/{prompt}", "prompt": "1 2 = 3 :", "stage": 1 + (place >= 4) * staged,
+             "reward": 1.0, "advantage": 0.0, "text": f"{text} @{step}", "finished": True}
+            for step in range(1, NUM_STEPS + 1) for prompt in range(2) for place in range(8)
+        ]  # fmt: skip
+        (folder / "completions.jsonl").write_text(to_lines(completions))
+        return folder
+
+    return write

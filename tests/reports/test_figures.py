@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from eepo.reports.curves import metric_curve, over_seeds, smooth
+from eepo.reports.figures import cost_figure, pass_at_k_figure
+from eepo.reports.palette import KNOWN, looks
+from eepo.reports.pictures import PICTURES, draw_pictures, image_bytes
+from eepo.reports.runs import read_run
+
+
+@pytest.fixture
+def runs(write_run):
+    return [read_run(write_run(name, seed)) for name in ("grpo", "eepo") for seed in (0, 1)]
+
+
+def test_every_figure_is_drawn_and_none_is_blank(runs):
+    drawn = draw_pictures(runs)
+    assert [picture.name for picture, _ in drawn] == ["exploration", "collapse", "pass_at_k", "cost", "unlearning"]
+    for _, figure in drawn:
+        pixels = imread(io.BytesIO(image_bytes(figure, "png")))[..., :3]
+        for method in ("grpo", "eepo"):
+            colour = [int(KNOWN[method][0][place : place + 2], 16) / 255 for place in (1, 3, 5)]
+            assert (np.abs(pixels - colour).max(-1) < 0.02).sum() > 100
+
+
+def test_no_text_leaves_the_figure_or_overlaps(runs, write_run):
+    """Titles and legends, where a long name would do harm."""
+    runs = [*runs, read_run(write_run("eepo_with_a_rather_long_name", 0)), read_run(write_run("higher_temperature", 0))]
+    for picture, figure in draw_pictures(runs):
+        figure.canvas.draw()
+        boxes = [axes.title.get_window_extent() for axes in figure.axes]
+        boxes += [legend.get_window_extent() for axes in figure.axes if (legend := axes.get_legend())]
+        boxes += [legend.get_window_extent() for legend in figure.legends]
+        for place, box in enumerate(boxes):
+            assert box.x0 >= -1, picture.name
+            assert box.x1 <= figure.bbox.x1 + 1, picture.name
+            assert box.y0 >= -1, picture.name
+            assert not any(box.overlaps(other) for other in boxes[place + 1 :]), picture.name
+
+
+def test_figures_without_data_are_left_out(write_run):
+    folder = write_run("grpo")
+    (folder / "evaluations.jsonl").unlink()
+    assert [picture.name for picture, _ in draw_pictures([read_run(folder)])] == ["exploration", "cost"]
+    (folder / "metrics.jsonl").write_text("")
+    assert all(picture.figure([read_run(folder)]) is None for picture in PICTURES)
+
+
+def test_the_same_runs_give_the_same_bytes(runs):
+    first, second = (image_bytes(pass_at_k_figure(runs), "svg") for _ in range(2))
+    assert first == second
+
+
+def test_a_name_is_not_a_formula(write_run):
+    runs = [read_run(write_run(r"a$\\frac$b"))]
+    assert all(image_bytes(figure, "png") for figure in (pass_at_k_figure(runs), cost_figure(runs)))
+
+
+def test_means_and_bands_over_seeds():
+    """A curve ends where the shorter seed does, and a step that one seed lacks takes the others."""
+    curve = over_seeds([{1: 1.0, 2: 2.0, 3: 3.0, 4: 9.0}, {1: 3.0, 3: 5.0}], reach=3)
+    assert list(curve.steps) == [1, 2, 3]
+    assert list(curve.mean) == [2.0, 2.0, 4.0]
+    assert list(curve.low) == [1.0, 2.0, 3.0]
+    assert list(curve.high) == [3.0, 2.0, 5.0]
+
+
+def test_a_curve_ends_where_the_first_seed_stopped(write_run):
+    whole, stopped = write_run(seed=0), write_run(seed=1)
+    lines = (stopped / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (stopped / "metrics.jsonl").write_text("".join(lines[:7]))
+    assert metric_curve([read_run(whole), read_run(stopped)], "entropy").steps[-1] == 7
+
+
+def test_smoothing_keeps_a_straight_line_and_lessens_noise():
+    line = np.arange(200.0)
+    assert np.allclose(smooth(line)[10:-10], line[10:-10])
+    noise = np.tile([0.0, 1.0], 100)
+    assert smooth(noise).std() < 0.3 * noise.std()
+    assert (smooth(np.arange(10.0)) == np.arange(10.0)).all()
+
+
+def test_colours_stay_with_their_method():
+    alone, among = looks(["mine"]), looks(["mine", "grpo", "eepo", "start"])
+    assert alone["mine"] == among["mine"]
+    assert len({colour for colour, _ in looks([*KNOWN, "a", "b", "c", "d"]).values()}) == len(KNOWN) + 4
