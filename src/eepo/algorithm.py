@@ -174,9 +174,7 @@ def unlearn_loss(scores: Scores, mask: Tensor, gate: Tensor, options: AlgorithmC
     """The paper's complementary loss, or ascent on the NLL for the ablation."""
     if options.unlearn_loss == "nll":
         return completion_mean(scores.logprobs, mask, gate)
-    return complementary_loss(
-        scores.logprobs, mask, gate, options.unlearn_eps, options.saturation, scores.complements
-    )
+    return complementary_loss(scores.logprobs, mask, gate, options.unlearn_eps, options.saturation, scores.complements)
 
 
 def unlearned_weights(

@@ -24,7 +24,12 @@ from eepo.types import UserError
 from eepo.warmup import Warmup
 
 # What may change between a run and its resumption without making it another run.
-FREE_TO_CHANGE = ("training.num_steps", "training.checkpoint_every", "training.keep_checkpoints", "training.log_completions")
+FREE_TO_CHANGE = (
+    "training.num_steps",
+    "training.checkpoint_every",
+    "training.keep_checkpoints",
+    "training.log_completions",
+)
 
 
 def build_trainer(config: RunConfig, out: Path, resume: bool, progress: Progress) -> Trainer:
@@ -101,7 +106,9 @@ def new_model(scratch: ScratchConfig, tokenizer: Any, seed: int) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if scratch.hidden_size % scratch.num_heads:
-        raise UserError(f"scratch.hidden_size = {scratch.hidden_size} must be a multiple of num_heads = {scratch.num_heads}")
+        raise UserError(
+            f"scratch.hidden_size = {scratch.hidden_size} must be a multiple of num_heads = {scratch.num_heads}"
+        )
     shape = AutoConfig.for_model(
         scratch.family,
         vocab_size=len(tokenizer),
@@ -127,13 +134,17 @@ def _check_same(config: RunConfig | WarmupConfig, written: Path) -> None:
     before = recipe.parse(type(config), recipe.read_toml(written), str(written))
     for (key, old), (_, new) in zip(_flat(before), _flat(config), strict=True):
         if old != new and key not in FREE_TO_CHANGE:
-            raise UserError(f"--resume: {key} = {new!r}, but the run in {written.parent} has {old!r}; give another --out")
+            raise UserError(
+                f"--resume: {key} = {new!r}, but the run in {written.parent} has {old!r}; give another --out"
+            )
 
 
 def _flat(config: Any, prefix: str = "") -> list[tuple[str, Any]]:
     items: list[tuple[str, Any]] = []
     for key, value in dataclasses.asdict(config).items():
-        items += [(f"{key}.{name}", inner) for name, inner in value.items()] if isinstance(value, dict) else [(key, value)]
+        items += (
+            [(f"{key}.{name}", inner) for name, inner in value.items()] if isinstance(value, dict) else [(key, value)]
+        )
     return items
 
 

@@ -22,7 +22,9 @@ RNG = "rng"
 _NAME = re.compile(r"step-(\d{6,})")
 
 
-def save(folder: Path, step: int, model: Any, tokenizer: Any, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Path:
+def save(
+    folder: Path, step: int, model: Any, tokenizer: Any, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+) -> Path:
     """Write `folder/step-NNNNNN`."""
     aside = folder / f".step-{step:06d}.{os.getpid()}"
     save_model(aside, model, tokenizer)

@@ -1,4 +1,4 @@
-"""The command line: parse, call, print."""
+"""The command line: parse, call, print. Heavy imports wait inside the commands, so that --help is quick."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from eepo.progress import Progress
 from eepo.types import UserError
 
 app = typer.Typer(
@@ -30,14 +31,12 @@ Seeds = Annotated[int, typer.Option("--seeds", min=1, help="How many seeds for e
 
 
 @app.command()
-def demo(
-    out: Out = Path("runs/demo"), seeds: Seeds = 1, overrides: Overrides = None
-) -> None:
+def demo(out: Out = Path("runs/demo"), seeds: Seeds = 1, overrides: Overrides = None) -> None:
     """Train a small policy with GRPO and with EEPO on the CPU, compare them, and write a page with pictures."""
-    from eepo.progress import Progress
-
     progress = Progress()
-    progress.say("Countdown: from four numbers, write an expression that hits the target. Same policy, prompts and seeds.")
+    progress.say(
+        "Countdown: from four numbers, write an expression that hits the target. Same policy, prompts and seeds."
+    )
     _compare(["demo/grpo", "demo/eepo"], seeds, out, overrides, progress)
 
 
@@ -45,7 +44,6 @@ def demo(
 def warmup(recipe: Recipe, out: Out, overrides: Overrides = None, resume: Resume = False) -> None:
     """Teach a model a task's own demonstrations before reinforcement: from scratch, or a base model."""
     from eepo import assemble
-    from eepo.progress import Progress
     from eepo.recipe import load_warmup
 
     progress = Progress()
@@ -57,7 +55,6 @@ def warmup(recipe: Recipe, out: Out, overrides: Overrides = None, resume: Resume
 def train(recipe: Recipe, out: Out, overrides: Overrides = None, resume: Resume = False) -> None:
     """Train one recipe. Stop it at any time; --resume goes on as if it had never stopped."""
     from eepo import assemble
-    from eepo.progress import Progress
     from eepo.recipe import load_run
 
     progress = Progress()
@@ -69,8 +66,6 @@ def train(recipe: Recipe, out: Out, overrides: Overrides = None, resume: Resume 
 @app.command()
 def compare(recipes: Recipes, out: Out, seeds: Seeds = 3, overrides: Overrides = None) -> None:
     """Train recipes over seeds at equal rollouts; print means with 95 % intervals, and write a report."""
-    from eepo.progress import Progress
-
     _compare(recipes, seeds, out, overrides, Progress())
 
 
@@ -80,27 +75,32 @@ def report(
     out: Annotated[Path, typer.Option("--out", help="The page to write.")] = Path("report.html"),
 ) -> None:
     """Write one self-contained page of tables and figures from the folders of runs."""
-    from eepo.progress import Progress
-
     _report(runs, out, Progress())
 
 
-def _compare(names: list[str], seeds: int, out: Path, overrides: list[str] | None, progress: object) -> None:
+def _compare(names: list[str], seeds: int, out: Path, overrides: list[str] | None, progress: Progress) -> None:
     from eepo.comparison import compare
     from eepo.recipe import load_run
 
-    configs = [load_run(name, overrides or ()) for name in names]
-    folders = compare(configs, seeds, out, progress)
+    folders = compare([load_run(name, overrides or ()) for name in names], seeds, out, progress)
     _report(folders, out / "report.html", progress)
 
 
-def _report(folders: list[Path], out: Path, progress: object) -> None:
-    pass
+def _report(folders: list[Path], out: Path, progress: Progress) -> None:
+    from eepo.reports import comparison_rows, read_run, summary_sentences, terminal_table, write_report
+
+    runs = [read_run(folder) for folder in folders]
+    page = write_report(folders, out)
+    progress.console.print(terminal_table(comparison_rows(runs)))
+    for sentence in summary_sentences(runs):
+        progress.say(sentence)
+    progress.say(f"report: {page.resolve()}")
 
 
 def main() -> None:
+    """User errors become one line; everything else is a bug and keeps its traceback."""
     try:
-        app(standalone_mode=True)
+        app()
     except UserError as error:
         print(f"eepo: {error}", file=sys.stderr)
         sys.exit(2)

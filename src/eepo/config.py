@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
-def knob(
-    default: Any, *, above: float | None = None, least: float | None = None, most: float | None = None
-) -> Any:
+def knob(default: Any, *, above: float | None = None, least: float | None = None, most: float | None = None) -> Any:
     """A field with a range: `above` is exclusive, `least` and `most` are inclusive."""
     return field(default=default, metadata={"above": above, "least": least, "most": most})
 
@@ -168,32 +166,25 @@ class WarmupConfig:
 
 def check_run(config: RunConfig) -> str | None:
     """Rules between knobs: the first one broken, as the line the user reads, or None."""
-    algorithm, training = config.algorithm, config.training
-    if algorithm.group_size % algorithm.num_stages:
-        if algorithm.num_stages == 2:
-            return f"algorithm.group_size must be even, got {algorithm.group_size}"
-        return f"algorithm.group_size must be a multiple of num_stages = {algorithm.num_stages}, got {algorithm.group_size}"
-    if algorithm.advantage_baseline == "stage" and algorithm.group_size == algorithm.num_stages:
-        return f'algorithm.advantage_baseline = "stage" needs 2 or more completions a stage, got group_size {algorithm.group_size} over {algorithm.num_stages} stages'
-    if training.prompts_per_step % training.prompts_per_mini_batch:
-        return (
-            f"training.prompts_per_mini_batch must divide prompts_per_step = {training.prompts_per_step}, "
-            f"got {training.prompts_per_mini_batch}"
-        )
+    size, stages = config.algorithm.group_size, config.algorithm.num_stages
+    if size % stages:
+        allowed = "even" if stages == 2 else f"a multiple of num_stages = {stages}"
+        return f"algorithm.group_size must be {allowed}, got {size}"
+    if config.algorithm.advantage_baseline == "stage" and size == stages:
+        return f'algorithm.advantage_baseline = "stage" needs group_size >= 2 * num_stages = {2 * stages}, got {size}'
+    prompts, mini = config.training.prompts_per_step, config.training.prompts_per_mini_batch
+    if prompts % mini:
+        return f"training.prompts_per_mini_batch must divide prompts_per_step = {prompts}, got {mini}"
     return check_task(config.task)
 
 
 def check_task(task: TaskConfig) -> str | None:
-    if task.min_target > task.max_target:
-        return f"task.min_target must be at most max_target = {task.max_target}, got {task.min_target}"
-    if task.out_of_range_min_target > task.out_of_range_max_target:
-        return (
-            f"task.out_of_range_min_target must be at most out_of_range_max_target = {task.out_of_range_max_target}, "
-            f"got {task.out_of_range_min_target}"
-        )
-    if task.out_of_range_min_target <= task.max_target and task.min_target <= task.out_of_range_max_target:
-        return (
-            f"task.out_of_range_min_target..out_of_range_max_target = {task.out_of_range_min_target}.."
-            f"{task.out_of_range_max_target} must not overlap min_target..max_target = {task.min_target}..{task.max_target}"
-        )
+    low, high = task.min_target, task.max_target
+    far_low, far_high = task.out_of_range_min_target, task.out_of_range_max_target
+    if low > high:
+        return f"task.min_target must be at most max_target = {high}, got {low}"
+    if far_low > far_high:
+        return f"task.out_of_range_min_target must be at most out_of_range_max_target = {far_high}, got {far_low}"
+    if far_low <= high and low <= far_high:
+        return f"task.out_of_range_min_target..max_target must not overlap {low}..{high}, got {far_low}..{far_high}"
     return None

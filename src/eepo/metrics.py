@@ -50,10 +50,10 @@ class StepMetrics:
                 f"stage{stage}/truncated_share": sum(not c.finished for c in completions) / len(completions),
             }
         everything = [completion for group in rollout.groups for completion in group]
-        rewards = [reward for group in rollout.rewards for reward in group]
+        all_rewards = [reward for group in rollout.rewards for reward in group]
         self._num_tokens = sum(len(completion.token_ids) for completion in everything)
         self.values |= {
-            "reward": sum(rewards) / len(rewards),
+            "reward": sum(all_rewards) / len(everything),
             "entropy": mean_entropy(everything),
             "length": self._num_tokens / len(everything),
             "truncated_share": sum(not completion.finished for completion in everything) / len(everything),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ class Scores:
 class Policy:
     """A `transformers` causal model with fp32 weights. `score` is the one way to ask it anything."""
 
-    def __init__(self, model: nn.Module, micro_batch_tokens: int = 16384, head_tokens: int = 4096) -> None:
+    def __init__(self, model: Any, micro_batch_tokens: int = 16384, head_tokens: int = 4096) -> None:
         self.model = model.float()
         self.micro_batch_tokens = micro_batch_tokens
         self._scorer = _Scorer(model, head_tokens)
@@ -77,9 +78,9 @@ class Policy:
 class _Scorer(nn.Module):
     """Model and head as one module, so that `functional_call` can put other weights under both."""
 
-    def __init__(self, model: nn.Module, head_tokens: int) -> None:
+    def __init__(self, model: Any, head_tokens: int) -> None:
         super().__init__()
-        self.model = model
+        self.model: Any = model
         self.head_tokens = head_tokens
 
     def forward(self, batch: MicroBatch, temperature: float) -> Scores:

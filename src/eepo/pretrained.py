@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from eepo.config import ModelConfig
 from eepo.types import UserError
@@ -48,15 +50,11 @@ def resolve(path: str) -> str:
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
-    from transformers import AutoTokenizer
-
     return _load(AutoTokenizer, config)
 
 
 def load_model(config: ModelConfig, device: torch.device) -> Any:
     """In fp32, in which the policy lives; dropout off, so that training and sampling are the same function."""
-    from transformers import AutoModelForCausalLM
-
     model = _load(AutoModelForCausalLM, config, dtype=torch.float32).to(device)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -74,6 +72,8 @@ def load_model(config: ModelConfig, device: torch.device) -> Any:
 def _load(loader: Any, config: ModelConfig, **options: Any) -> Any:
     path = resolve(config.path)
     offline = os.path.isdir(path)
+    if offline:  # a bar for each small file would bury our own; downloads keep theirs
+        logging.disable_progress_bar()
     try:
         return loader.from_pretrained(
             path,

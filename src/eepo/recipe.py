@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 from eepo.config import RunConfig, WarmupConfig, check_run, check_task
 from eepo.types import UserError
 
-Config = TypeVar("Config", RunConfig, WarmupConfig)
+Config = TypeVar("Config", bound=RunConfig | WarmupConfig)
 
 
 def load_run(recipe: str | Path, overrides: typing.Sequence[str] = ()) -> RunConfig:
-    """The training recipe at `recipe` (a file, or a shipped name such as `countdown/eepo`), with `a.b=value` changes."""
+    """The training recipe at `recipe`: a file, or a shipped name such as `countdown/eepo`."""
     return parse(RunConfig, _tables(recipe, overrides), str(recipe))
 
 
@@ -30,7 +30,7 @@ def parse(kind: type[Config], tables: dict[str, Any], source: str) -> Config:
     """`tables` as a `kind`; raises `UserError` naming the first key that is wrong."""
     config = _read(kind, tables, source, prefix="")
     broken = check_run(config) if isinstance(config, RunConfig) else check_task(config.task)
-    if broken:
+    if broken is not None:
         raise UserError(f"{source}: {broken}")
     return config
 
@@ -117,7 +117,9 @@ def _read(kind: Any, tables: dict[str, Any], source: str, prefix: str) -> Any:
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for key in tables:
         if key not in fields:
-            raise UserError(f"{source}: unknown key {prefix}{key} = {_short(tables[key])}; allowed: {', '.join(fields)}")
+            raise UserError(
+                f"{source}: unknown key {prefix}{key} = {_short(tables[key])}; allowed: {', '.join(fields)}"
+            )
     values = {}
     for key, value in tables.items():
         if dataclasses.is_dataclass(hints[key]):
@@ -131,7 +133,11 @@ def _read(kind: Any, tables: dict[str, Any], source: str, prefix: str) -> Any:
 
 def _value(hint: Any, value: Any, bounds: typing.Mapping[str, Any], where: str) -> Any:
     """`value` if `hint` and `bounds` allow it; an int is accepted where a float is expected, nothing else is bent."""
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union else (hint,)
+    options = (
+        typing.get_args(hint)
+        if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+        else (hint,)
+    )
     for option in options:
         if typing.get_origin(option) is typing.Literal:
             if value in typing.get_args(option) and isinstance(value, str):

@@ -80,7 +80,9 @@ class Trainer:
         row = {"step": self.step} | metrics.result()
         self.log.append(METRICS, row)
         self.log.append(COMPLETIONS, *_completion_rows(self.step, rollout, self.config.training.log_completions))
-        bar.advance(note=f"reward {row['reward']:.3f}  entropy {row['entropy']:.3f}  {row['seconds/total']:.1f} s a step")
+        bar.advance(
+            note=f"reward {row['reward']:.3f}  entropy {row['entropy']:.3f}  {row['seconds/total']:.1f} s a step"
+        )
         every = self.config.evaluation.every
         if every and self.step % every == 0 and self.step < self.config.training.num_steps:
             self._quick_look()
@@ -104,7 +106,12 @@ class Trainer:
         with self._evaluation_bar(kind, sets) as bar:
             for name, prompts in sets.items():
                 result = evaluate(
-                    self.algorithm.engine, self.algorithm.reward, prompts, num_samples, sampling, bar.advance if bar else _silent
+                    self.algorithm.engine,
+                    self.algorithm.reward,
+                    prompts,
+                    num_samples,
+                    sampling,
+                    bar.advance if bar else _silent,
                 )
                 rows.append({"step": self.step, "kind": kind, "set": name} | result.row(with_problems=kind == "full"))
         self.log.append(EVALUATIONS, *rows)
@@ -167,7 +174,7 @@ def _stop_signals() -> Iterator[threading.Event]:
         stop.set()
         signal.signal(number, before[number])
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number in before:
         signal.signal(number, ask)
     try:

@@ -86,7 +86,7 @@ class Warmup:
         self.engine.load_weights(self.policy.named_weights())
         sampling = Sampling(settings.temperature, self.config.max_new_tokens, settings.seed, "evaluation")
         sets = self.task.evaluation_sets()
-        rows = []
+        rows: list[dict[str, Any]] = []
         with self.progress.bar("evaluate", sum(map(len, sets.values()))) as bar:
             for name, prompts in sets.items():
                 result = evaluate(self.engine, self.reward, prompts, settings.num_samples, sampling, bar.advance)
@@ -94,9 +94,8 @@ class Warmup:
         self.log.append(EVALUATIONS, *rows)
         for row in rows:
             largest = max(row["pass@k"], key=int)
-            self.progress.say(
-                f"{row['set']}: greedy {row['greedy']:.3f}, mean {row['mean']:.3f}, pass@{largest} {row['pass@k'][largest]:.3f}"
-            )
+            accuracy = f"greedy {row['greedy']:.3f}, mean {row['mean']:.3f}"
+            self.progress.say(f"{row['set']}: {accuracy}, pass@{largest} {row['pass@k'][largest]:.3f}")
 
 
 def learning_rate(step: int, num_steps: int, ramp_steps: int, peak: float) -> float:

@@ -49,7 +49,9 @@ class TransformersEngine:
         groups: list[list[Completion]] = [[] for _ in prompts]
         for start in range(0, len(order), self.max_rows):
             places = order[start : start + self.max_rows]
-            for place, group in zip(places, self._groups([prompts[p] for p in places], num_samples, sampling), strict=True):
+            for place, group in zip(
+                places, self._groups([prompts[p] for p in places], num_samples, sampling), strict=True
+            ):
                 groups[place] = group
         return groups
 
@@ -95,7 +97,9 @@ class TransformersEngine:
     def _decode(self, rows: _Rows, keys: Tensor, sampling: Sampling) -> list[Completion]:
         drawn = _Drawn(len(keys), sampling.max_new_tokens, self.device)
         for position in range(sampling.max_new_tokens):
-            tokens, logprobs, entropies = sample(rows.logits, uniforms(keys[rows.owner], position), sampling.temperature)
+            tokens, logprobs, entropies = sample(
+                rows.logits, uniforms(keys[rows.owner], position), sampling.temperature
+            )
             ended = torch.isin(tokens, self._eos)
             drawn.write(rows.owner, rows.running, position, tokens, logprobs, entropies, ended)
             rows.stop(ended)
@@ -147,7 +151,14 @@ class _Drawn:
         self.finished = torch.zeros(num_rows, dtype=torch.bool, device=device)
 
     def write(
-        self, owner: Tensor, running: Tensor, position: int, tokens: Tensor, logprobs: Tensor, entropies: Tensor, ended: Tensor
+        self,
+        owner: Tensor,
+        running: Tensor,
+        position: int,
+        tokens: Tensor,
+        logprobs: Tensor,
+        entropies: Tensor,
+        ended: Tensor,
     ) -> None:
         rows = owner[running]
         self.tokens[rows, position] = tokens[running]

@@ -31,7 +31,9 @@ class Countdown:
 
     def evaluation_sets(self) -> dict[str, list[Prompt]]:
         return {
-            name: [self._prompt(f"{name}/{index}", numbers, target) for index, (numbers, target, _) in enumerate(problems)]
+            name: [
+                self._prompt(f"{name}/{index}", numbers, target) for index, (numbers, target, _) in enumerate(problems)
+            ]
             for name, problems in self._evaluation_problems.items()
         }
 
@@ -128,7 +130,7 @@ def _draw_expression(numbers: list[int], rng: random.Random) -> tuple[int, str] 
 
 
 def _combine(left: tuple[int, str, int], right: tuple[int, str, int], sign: str) -> tuple[int, str, int] | None:
-    if sign == "-" and left[0] <= right[0] or sign == "/" and left[0] % right[0]:
+    if (sign == "-" and left[0] <= right[0]) or (sign == "/" and left[0] % right[0]):
         return None
     value = _APPLY[sign](left[0], right[0])
     binding = 1 if sign in "+-" else 2

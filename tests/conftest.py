@@ -1,0 +1,154 @@
+"""Small models with known weights, ragged completions, and plain references that share no code with the package."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import random
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import settings
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from eepo import pretrained
+from eepo.config import ModelConfig, TaskConfig
+from eepo.tasks.countdown import Countdown, build_tokenizer
+from eepo.types import Completion, Prompt
+
+settings.register_profile("eepo", deadline=None)  # a busy machine is no failure
+settings.load_profile("eepo")
+
+CPU = torch.device("cpu")
+TIED = {"qwen3", "gemma2", "cohere"}  # so that both kinds of head are covered
+
+
+class PlainScores(NamedTuple):
+    """Of one completion's T tokens, in float64, with gradient."""
+
+    logprobs: Tensor  # [T]
+    entropies: Tensor  # [T]
+    complements: Tensor  # [T] log(1 − p)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    return build_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def new_model(tokenizer: Any) -> Callable[..., Any]:
+    """A tiny decoder of a family. Its weights are wide, so that its distributions are far from uniform."""
+
+    def build(family: str, *, seed: int = 0, **shape: Any) -> Any:
+        config = AutoConfig.for_model(
+            family,
+            **{
+                "vocab_size": len(tokenizer),
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "head_dim": 16,
+                "max_position_embeddings": 128,
+                "tie_word_embeddings": family in TIED,
+                "bos_token_id": None,
+                "eos_token_id": tokenizer.eos_token_id,
+                "pad_token_id": tokenizer.pad_token_id,
+            }
+            | shape,
+        )
+        with torch.random.fork_rng(), torch.no_grad():
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(config).float().eval()
+            for name, weight in model.named_parameters():
+                spread = 1.0 if "embed" in name else 0.1 if weight.dim() == 1 else 0.25
+                weight.add_(torch.randn_like(weight) * spread)
+        return model
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Any:
+    """The built-in policy, shared: copy it before changing it."""
+    return pretrained.load_model(ModelConfig(), CPU)
+
+
+@pytest.fixture
+def demo_copy(demo_model: Any) -> Any:
+    return copy.deepcopy(demo_model)
+
+
+@pytest.fixture(scope="session")
+def demo_prompts(tokenizer: Any) -> list[Prompt]:
+    return Countdown(TaskConfig(num_evaluation=1), tokenizer).training_prompts(0, 32)
+
+
+@pytest.fixture(scope="session")
+def ragged_pairs(tokenizer: Any) -> Callable[..., list[tuple[Prompt, Completion]]]:
+    """Random prompts of 1 to 7 tokens with random completions of 1 to 10."""
+
+    def build(number: int, seed: int = 0) -> list[tuple[Prompt, Completion]]:
+        rng = random.Random(seed)
+        pairs = []
+        for index in range(number):
+            prompt = tuple(rng.randrange(2, len(tokenizer)) for _ in range(rng.randint(1, 7)))
+            ids = tuple(rng.randrange(2, len(tokenizer)) for _ in range(rng.randint(1, 10)))
+            completion = Completion(ids, tuple(-rng.random() for _ in ids), "", True)
+            pairs.append((Prompt(f"random/{index}", "", prompt), completion))
+        return pairs
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def plain_scores() -> Callable[..., PlainScores]:
+    """One row, no padding, whole logits: what any cleverer way to score must equal."""
+
+    def score(model: Any, prompt: Prompt, completion: Completion, temperature: float = 1.0) -> PlainScores:
+        ids = torch.tensor([prompt.token_ids + completion.token_ids])
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].double()
+        logits = logits[len(prompt.token_ids) - 1 : -1] / temperature
+        columns: list[list[Tensor]] = [[], [], []]
+        for row, token in zip(logits, completion.token_ids, strict=True):
+            log_p = row - row.logsumexp(0)
+            columns[0].append(log_p[token])
+            columns[1].append(-(log_p.exp() * log_p).sum())
+            columns[2].append(torch.cat([log_p[:token], log_p[token + 1 :]]).logsumexp(0))
+        return PlainScores(*(torch.stack(column) for column in columns))
+
+    return score
+
+
+@pytest.fixture(scope="session")
+def fingerprint() -> Callable[[Any], str]:
+    """A hash of every bit of the tensors in a nest of lists, dictionaries and plain values."""
+
+    def flat(value: Any) -> Iterable[bytes]:
+        if isinstance(value, Tensor):
+            yield f"{value.dtype}{tuple(value.shape)}".encode()
+            yield value.detach().contiguous().view(torch.uint8).numpy().tobytes() if value.dim() else repr(
+                value.item()
+            ).encode()
+        elif isinstance(value, dict):
+            for key in value:
+                yield repr(key).encode()
+                yield from flat(value[key])
+        elif isinstance(value, list | tuple):
+            for item in value:
+                yield from flat(item)
+        else:
+            yield repr(value).encode()
+
+    def digest(value: Any) -> str:
+        total = hashlib.sha256()
+        for part in flat(value):
+            total.update(part)
+        return total.hexdigest()
+
+    return digest

@@ -1,0 +1,142 @@
+"""Problems: repeatable by position, solvable, in their ranges, and never shared between training and evaluation."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from eepo.config import TaskConfig
+from eepo.rewards.countdown import CountdownReward
+from eepo.tasks.countdown import Countdown
+from eepo.types import Prompt, UserError
+
+# So few problems exist that training would meet the evaluation's, were they not held out.
+CROWDED = TaskConfig(
+    num_numbers=2,
+    max_number=9,
+    min_target=1,
+    max_target=12,
+    out_of_range_min_target=13,
+    out_of_range_max_target=30,
+    num_evaluation=12,
+)
+
+
+def identities(prompts: list[Prompt]) -> set[tuple[tuple[int, ...], int]]:
+    return {(tuple(sorted(prompt.answer["numbers"])), prompt.answer["target"]) for prompt in prompts}
+
+
+def test_training_prompts_are_a_pure_function_of_position(tokenizer: Any) -> None:
+    config = TaskConfig(num_evaluation=5)
+    task = Countdown(config, tokenizer)
+    whole = task.training_prompts(0, 12)
+    assert task.training_prompts(5, 3) == whole[5:8]
+    fresh = Countdown(config, tokenizer)
+    fresh.evaluation_sets()
+    random.seed(99)
+    assert [fresh.training_prompts(position, 1)[0] for position in reversed(range(12))] == whole[::-1]
+
+
+def test_fresh_problems_have_fresh_ids(tokenizer: Any) -> None:
+    prompts = Countdown(TaskConfig(num_evaluation=5), tokenizer).training_prompts(0, 50)
+    assert len({prompt.id for prompt in prompts}) == 50
+    assert len(identities(prompts)) > 45
+
+
+def test_the_seed_moves_every_set(tokenizer: Any) -> None:
+    one, other = (Countdown(replace(TaskConfig(num_evaluation=10), seed=seed), tokenizer) for seed in (0, 1))
+    assert identities(one.training_prompts(0, 10)) != identities(other.training_prompts(0, 10))
+    for name in ("in_range", "out_of_range"):
+        assert identities(one.evaluation_sets()[name]) != identities(other.evaluation_sets()[name])
+
+
+def test_a_longer_evaluation_set_begins_with_the_shorter_one(tokenizer: Any) -> None:
+    short, long = (Countdown(TaskConfig(num_evaluation=n), tokenizer).evaluation_sets() for n in (5, 9))
+    assert long["in_range"][:5] == short["in_range"]
+
+
+def test_evaluation_problems_never_occur_in_training_or_demonstrations(tokenizer: Any) -> None:
+    task = Countdown(CROWDED, tokenizer)
+    sets = task.evaluation_sets()
+    held_out = identities(sets["in_range"]) | identities(sets["out_of_range"])
+    assert len(held_out) == 24  # none twice either
+    assert not held_out & identities(task.training_prompts(0, 400))
+    assert not held_out & identities([prompt for prompt, _ in task.demonstrations(0, 400)])
+    finite = Countdown(replace(CROWDED, num_train=60), tokenizer)
+    assert not held_out & identities(finite.training_prompts(0, 120))
+
+
+def test_targets_and_numbers_stay_in_their_ranges(tokenizer: Any) -> None:
+    config = TaskConfig(num_evaluation=40)
+    task = Countdown(config, tokenizer)
+    sets = task.evaluation_sets()
+    assert list(sets) == ["in_range", "out_of_range"]
+    assert all(10 <= prompt.answer["target"] <= 60 for prompt in task.training_prompts(0, 60) + sets["in_range"])
+    assert all(61 <= prompt.answer["target"] <= 99 for prompt in sets["out_of_range"])
+    for prompt in task.training_prompts(0, 60) + sets["out_of_range"]:
+        assert len(prompt.answer["numbers"]) == 4
+        assert all(1 <= number <= 12 for number in prompt.answer["numbers"])
+
+
+def test_both_ends_of_every_range_are_drawn(tokenizer: Any) -> None:
+    prompts = Countdown(CROWDED, tokenizer).training_prompts(0, 400)
+    assert {1, 12} <= {prompt.answer["target"] for prompt in prompts}
+    assert {1, 9} <= {number for prompt in prompts for number in prompt.answer["numbers"]}
+
+
+@pytest.mark.parametrize("num_numbers", [2, 4, 6])
+def test_every_demonstration_earns_the_reward(num_numbers: int, tokenizer: Any) -> None:
+    task = Countdown(TaskConfig(num_numbers=num_numbers, num_evaluation=5), tokenizer)
+    prompts, expressions = zip(*task.demonstrations(0, 200), strict=True)
+    assert CountdownReward().grade(prompts, expressions) == [1.0] * 200
+    targets = Counter(prompt.answer["target"] <= 60 for prompt in prompts)
+    assert targets == {True: 100, False: 100}  # a warm start sees both ranges
+
+
+def test_a_demonstration_survives_the_tokenizer(tokenizer: Any) -> None:
+    task = Countdown(TaskConfig(num_evaluation=5), tokenizer)
+    for _, expression in task.demonstrations(0, 50):
+        assert tokenizer.decode(tokenizer(expression).input_ids) == expression
+
+
+def test_the_prompt_is_its_template_tokenized(tokenizer: Any) -> None:
+    task = Countdown(TaskConfig(num_evaluation=5, template="make {target} from {numbers}:"), tokenizer)
+    for prompt in task.training_prompts(0, 5):
+        numbers = " ".join(map(str, prompt.answer["numbers"]))
+        assert prompt.text == f"make {prompt.answer['target']} from {numbers}:"
+        assert prompt.token_ids == tuple(tokenizer(prompt.text).input_ids)
+
+
+def test_each_epoch_covers_every_problem_once_in_an_order_of_its_own(tokenizer: Any) -> None:
+    task = Countdown(TaskConfig(num_train=15, num_evaluation=5), tokenizer)
+    epochs = [task.training_prompts(15 * epoch, 15) for epoch in range(3)]
+    ids = [[prompt.id for prompt in epoch] for epoch in epochs]
+    assert all(len(set(epoch)) == 15 for epoch in ids)
+    assert set(ids[0]) == set(ids[1]) == set(ids[2])
+    assert ids[0] != ids[1] != ids[2] != ids[0]
+    by_id = {prompt.id: prompt for prompt in epochs[0]}
+    assert all(by_id[prompt.id] == prompt for epoch in epochs for prompt in epoch)
+    assert task.training_prompts(10, 10) == epochs[0][10:] + epochs[1][:5]  # across the border
+
+
+@pytest.mark.parametrize(
+    "impossible",
+    [
+        {"min_target": 5000, "max_target": 5001},
+        {"out_of_range_min_target": 5000, "out_of_range_max_target": 5001},
+        {"num_numbers": 2, "max_number": 2, "min_target": 1, "max_target": 4, "num_evaluation": 50},
+    ],
+)
+def test_impossible_ranges_are_refused(
+    impossible: dict[str, int], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eepo.tasks.countdown.MAX_DRAWS", 2000)
+    task = Countdown(replace(TaskConfig(num_evaluation=5), **impossible), tokenizer)
+    with pytest.raises(UserError, match="no countdown problem found"):
+        task.evaluation_sets()
+    with pytest.raises(UserError, match="no countdown problem found"):
+        task.training_prompts(0, 1)

@@ -1,0 +1,84 @@
+"""Micro-batches hold every row once, in bounds, with each target under the position that predicts it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eepo.batching import micro_batches
+from eepo.types import Completion, Prompt
+
+CPU = torch.device("cpu")
+Pairs = list[tuple[Prompt, Completion]]
+
+lengths = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=14)
+
+
+def pairs_of(shapes: list[tuple[int, int]]) -> Pairs:
+    """Token ids that never repeat, so that a misplaced one is seen."""
+    fresh = itertools.count(1)
+    pairs = []
+    for index, (num_prompt, num_completion) in enumerate(shapes):
+        prompt = Prompt(str(index), "", tuple(next(fresh) for _ in range(num_prompt)))
+        ids = tuple(next(fresh) for _ in range(num_completion))
+        pairs.append((prompt, Completion(ids, tuple(-float(i) for i in ids), "", True)))
+    return pairs
+
+
+@given(lengths, st.integers(1, 120))
+def test_every_row_once_within_the_token_bound(shapes: list[tuple[int, int]], max_tokens: int) -> None:
+    batches = list(micro_batches(pairs_of(shapes), max_tokens, CPU))
+    assert sorted(row for batch in batches for row in batch.rows) == list(range(len(shapes)))
+    for batch in batches:
+        assert batch.input_ids.numel() <= max_tokens or len(batch.rows) == 1
+        longest = max(sum(shapes[row]) for row in batch.rows)
+        assert batch.input_ids.shape == (len(batch.rows), longest)
+        assert batch.targets.shape[1] == max(shapes[row][1] for row in batch.rows)
+
+
+@given(lengths, st.integers(1, 120))
+def test_tensors_are_the_rows_they_name(shapes: list[tuple[int, int]], max_tokens: int) -> None:
+    pairs = pairs_of(shapes)
+    for batch in micro_batches(pairs, max_tokens, CPU):
+        for place, row in enumerate(batch.rows):
+            prompt, completion = pairs[row]
+            whole, length = prompt.token_ids + completion.token_ids, len(completion.token_ids)
+            assert tuple(batch.input_ids[place, : len(whole)].tolist()) == whole
+            assert batch.attention_mask[place].tolist() == [1] * len(whole) + [0] * (
+                batch.input_ids.shape[1] - len(whole)
+            )
+            assert tuple(batch.targets[place, :length].tolist()) == completion.token_ids
+            assert batch.mask[place].tolist() == [True] * length + [False] * (batch.mask.shape[1] - length)
+            for t in range(length):  # the state at a position predicts the token after it
+                assert batch.input_ids[place, batch.positions[place, t] + 1] == batch.targets[place, t]
+
+
+def test_pad_and_pick_follow_the_rows_when_they_are_sorted_by_length() -> None:
+    shapes = [(1, 2), (5, 7), (2, 4), (3, 1), (4, 7)]
+    pairs = pairs_of(shapes)
+    per_row = [10.0 * row for row in range(len(pairs))]
+    seen = 0
+    for batch in micro_batches(pairs, 24, CPU):
+        padded = batch.pad([completion.logprobs for _, completion in pairs])
+        torch.testing.assert_close(padded, torch.where(batch.mask, -batch.targets.float(), 0.0))
+        assert batch.pick(per_row).tolist() == [per_row[row] for row in batch.rows]
+        seen += len(batch.rows)
+    assert seen == len(pairs)
+
+
+def test_a_row_longer_than_the_bound_goes_alone() -> None:
+    batches = list(micro_batches(pairs_of([(3, 40), (2, 2), (2, 3)]), 12, CPU))
+    assert [batch.rows for batch in batches] == [[0], [2, 1]]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sorting_by_length_keeps_padding_small(seed: int) -> None:
+    rng = random.Random(seed)
+    shapes = [(4, rng.randint(1, 100)) for _ in range(200)]
+    padded = sum(batch.input_ids.numel() for batch in micro_batches(pairs_of(shapes), 1024, CPU))
+    assert padded < 1.1 * sum(map(sum, shapes))

@@ -1,0 +1,444 @@
+"""Recipes: strict reading, one line for every mistake, and a dump that reads back."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from eepo import recipe
+from eepo.config import AlgorithmConfig, ModelConfig, RunConfig, TaskConfig, TrainingConfig, WarmupConfig
+from eepo.types import UserError
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+SHIPPED = sorted(RECIPES.rglob("*.toml"))
+WARMUPS = [path for path in SHIPPED if path.stem.startswith("warmup")]
+RUNS = [path for path in SHIPPED if path not in WARMUPS]
+
+
+def write(folder: Path, text: str, name: str = "recipe.toml") -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refusal(path: Path | str, overrides: tuple[str, ...] = (), load=recipe.load_run) -> str:
+    """The line the user reads; fails if it is more than one line."""
+    with pytest.raises(UserError) as caught:
+        load(path, overrides)
+    line = str(caught.value)
+    assert line.strip() == line
+    assert len(line.splitlines()) == 1, f"more than one line: {line!r}"
+    return line
+
+
+def in_section(section: str, line: str) -> str:
+    return f"[{section}]\n{line}\n"
+
+
+# --- what ships -------------------------------------------------------------------------------------------------------
+
+
+def test_recipes_of_both_kinds_ship() -> None:
+    assert RUNS
+    assert WARMUPS
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: str(path.relative_to(RECIPES)))
+def test_every_shipped_run_recipe_reads_and_reads_back_from_its_dump(path: Path, tmp_path: Path) -> None:
+    config = recipe.load_run(path)
+    assert recipe.load_run(write(tmp_path, recipe.dump(config))) == config
+
+
+@pytest.mark.parametrize("path", WARMUPS, ids=lambda path: str(path.relative_to(RECIPES)))
+def test_every_shipped_warmup_recipe_reads_and_reads_back_from_its_dump(path: Path, tmp_path: Path) -> None:
+    config = recipe.load_warmup(path)
+    assert recipe.load_warmup(write(tmp_path, recipe.dump(config))) == config
+
+
+@pytest.mark.parametrize("name", ["countdown/eepo", "countdown/eepo.toml", "demo/grpo"])
+def test_shipped_recipes_are_found_by_name_from_any_folder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert recipe.find(name).resolve() == (RECIPES / name).with_suffix(".toml").resolve()
+
+
+def test_recipes_of_one_folder_have_different_names() -> None:
+    for folder in {path.parent for path in RUNS}:
+        names = [recipe.load_run(path).name for path in RUNS if path.parent == folder]
+        assert len(names) == len(set(names)), f"{folder}: {names}"
+
+
+def test_an_empty_recipe_is_the_defaults(tmp_path: Path) -> None:
+    assert recipe.load_run(write(tmp_path, "")) == RunConfig()
+    assert recipe.load_warmup(write(tmp_path, "")) == WarmupConfig()
+
+
+# --- mistakes: each is one line that names the key, the value and what is allowed -------------------------------------
+
+MISTAKES = {
+    # unknown keys
+    "misspelt top-level key": ('nam = "x"', ["nam ", '"x"', "allowed: name"]),
+    "misspelt section": ("[trainig]\nseed = 1", ["trainig", "1", "training"]),
+    "misspelt nested key": (in_section("training", "sead = 3"), ["training.sead", "3", "seed"]),
+    "knob of another section": (in_section("algorithm", "seed = 3"), ["algorithm.seed", "3", "group_size"]),
+    "section inside a section": ("[training.deep]\nx = 1", ["training.deep", '{"x": 1}', "num_steps"]),
+    "warmup section in a run": ("[supervised]\nnum_steps = 1", ["supervised", "num_steps", "training"]),
+    # wrong types
+    "string for a whole number": (in_section("training", 'seed = "one"'), ["training.seed", '"one"', "whole number"]),
+    "digits in quotes": (in_section("training", 'seed = "1"'), ["training.seed", '"1"', "whole number"]),
+    "float for a whole number": (in_section("training", "seed = 1.5"), ["training.seed", "1.5", "whole number"]),
+    "whole float for a whole number": (in_section("training", "seed = 1.0"), ["training.seed", "1.0", "whole number"]),
+    "bool for a whole number": (in_section("training", "seed = true"), ["training.seed", "true", "whole number"]),
+    "bool for a number": (
+        in_section("training", "learning_rate = true"),
+        ["training.learning_rate", "true", "number >= 0"],
+    ),
+    "string for a number": (
+        in_section("training", 'learning_rate = "1e-4"'),
+        ["training.learning_rate", '"1e-4"', "a number"],
+    ),
+    "number for a string": ("name = 3", ["name", "3", "a string"]),
+    "list for a string": ('name = ["a", "b"]', ["name", '["a", "b"]', "a string"]),
+    "list for a number": (in_section("training", "seed = [1, 2]"), ["training.seed", "[1, 2]", "whole number"]),
+    "list for a choice": (in_section("algorithm", 'gate = ["token"]'), ["algorithm.gate", '["token"]', '"step"']),
+    "table for a number": (in_section("training", "seed = {a = 1}"), ["training.seed", '{"a": 1}', "whole number"]),
+    "date for a number": (in_section("training", "seed = 2020-01-02"), ["training.seed", "2020-01-02", "whole number"]),
+    "string for true or false": (in_section("evaluation", 'start = "yes"'), ["evaluation.start", '"yes"', "true or"]),
+    "number for true or false": (in_section("evaluation", "start = 1"), ["evaluation.start", "1", "true or false"]),
+    "number for a section": ("training = 3", ["training", "3", "section"]),
+    "list of tables for a section": ("[[training]]\nseed = 1", ["training", "seed", "section"]),
+    # not a number
+    "nan": (in_section("training", "learning_rate = nan"), ["training.learning_rate", "NaN", "number >= 0"]),
+    "inf": (in_section("training", "learning_rate = inf"), ["training.learning_rate", "Infinity", "number >= 0"]),
+    "minus inf": (in_section("algorithm", "unlearn_lr = -inf"), ["algorithm.unlearn_lr", "-Infinity", "number >= 0"]),
+    "nan for the unlearning rate": (in_section("algorithm", "unlearn_lr = nan"), ["algorithm.unlearn_lr", "NaN"]),
+    "huge whole number": (in_section("training", f"seed = 1{'0' * 400}"), ["training.seed", "1000", "whole number"]),
+    "huge number": (
+        in_section("training", f"learning_rate = 1{'0' * 400}"),
+        ["training.learning_rate", "1000", "number >= 0"],
+    ),
+    # choices
+    "choice not allowed": (
+        in_section("algorithm", 'gate = "sometimes"'),
+        ["algorithm.gate", '"sometimes"', '"token", "step", "always", "never"'],
+    ),
+    "choice in other case": (in_section("algorithm", 'saturation = "Stop"'), ["algorithm.saturation", '"Stop"']),
+    "choice of a task": (in_section("task", 'name = "chess"'), ["task.name", '"chess"', '"countdown"']),
+    "choice of an engine": (in_section("rollout", 'engine = "llama.cpp"'), ["rollout.engine", '"transformers"']),
+    "word for the unlearning rate": (
+        in_section("algorithm", 'unlearn_lr = "fast"'),
+        ["algorithm.unlearn_lr", '"fast"', "number >= 0", '"auto"'],
+    ),
+    "bool for the unlearning rate": (in_section("algorithm", "unlearn_lr = true"), ["algorithm.unlearn_lr", '"auto"']),
+    # ranges
+    "negative learning rate": (
+        in_section("training", "learning_rate = -1e-6"),
+        ["training.learning_rate", "-1e-06", ">= 0"],
+    ),
+    "negative unlearning rate": (
+        in_section("algorithm", "unlearn_lr = -0.003"),
+        ["algorithm.unlearn_lr", "-0.003", ">= 0"],
+    ),
+    "zero temperature": (in_section("algorithm", "temperature = 0"), ["algorithm.temperature", "0", "> 0"]),
+    "zero temperature at evaluation": (
+        in_section("evaluation", "temperature = 0.0"),
+        ["evaluation.temperature", "0.0", "> 0"],
+    ),
+    "negative temperature": (in_section("algorithm", "temperature = -1.0"), ["algorithm.temperature", "-1.0", "> 0"]),
+    "clip above 1": (in_section("algorithm", "clip_low = 1.5"), ["algorithm.clip_low", "1.5", "> 0 and <= 1"]),
+    "eps above a half": (in_section("algorithm", "unlearn_eps = 0.6"), ["algorithm.unlearn_eps", "0.6", "<= 0.5"]),
+    "eps of zero": (in_section("algorithm", "unlearn_eps = 0"), ["algorithm.unlearn_eps", "0", "> 0"]),
+    "negative coefficient": (in_section("algorithm", "kl_coef = -1e-4"), ["algorithm.kl_coef", "-0.0001", ">= 0"]),
+    "negative threshold": (in_section("algorithm", "gate_threshold = -1"), ["algorithm.gate_threshold", "-1", ">= 0"]),
+    "window of zero": (in_section("algorithm", "gate_window = 0"), ["algorithm.gate_window", "0", ">= 1"]),
+    "group of one": (in_section("algorithm", "group_size = 1"), ["algorithm.group_size", "1", ">= 2"]),
+    "no stage": (in_section("algorithm", "num_stages = 0"), ["algorithm.num_stages", "0", ">= 1"]),
+    "no tokens": (in_section("algorithm", "max_new_tokens = 0"), ["algorithm.max_new_tokens", "0", ">= 1"]),
+    "negative steps": (in_section("training", "num_steps = -1"), ["training.num_steps", "-1", ">= 0"]),
+    "no prompts": (in_section("training", "prompts_per_step = 0"), ["training.prompts_per_step", "0", ">= 1"]),
+    "keep no checkpoint": (in_section("training", "keep_checkpoints = 0"), ["training.keep_checkpoints", "0", ">= 1"]),
+    "no rows": (in_section("rollout", "max_rows = 0"), ["rollout.max_rows", "0", ">= 1"]),
+    "too many numbers": (in_section("task", "num_numbers = 7"), ["task.num_numbers", "7", ">= 2 and <= 6"]),
+    "too large numbers": (in_section("task", "max_number = 100"), ["task.max_number", "100", "<= 99"]),
+    # rules between knobs
+    "odd group": (in_section("algorithm", "group_size = 7"), ["algorithm.group_size", "7", "even"]),
+    "group not a multiple of stages": (
+        in_section("algorithm", "group_size = 8\nnum_stages = 3"),
+        ["algorithm.group_size", "8", "multiple of num_stages = 3"],
+    ),
+    "stage baseline of one completion": (
+        in_section("algorithm", 'group_size = 2\nadvantage_baseline = "stage"'),
+        ["algorithm.advantage_baseline", '"stage"', ">= 2 * num_stages = 4", "2"],
+    ),
+    "mini-batch does not divide": (
+        in_section("training", "prompts_per_step = 128\nprompts_per_mini_batch = 48"),
+        ["training.prompts_per_mini_batch", "48", "128"],
+    ),
+    "mini-batch above the batch": (
+        in_section("training", "prompts_per_step = 32"),
+        ["training.prompts_per_mini_batch", "64", "32"],
+    ),
+    "targets upside down": (
+        in_section("task", "min_target = 50\nmax_target = 40"),
+        ["task.min_target", "50", "max_target = 40"],
+    ),
+    "unseen targets upside down": (
+        in_section("task", "out_of_range_min_target = 99\nout_of_range_max_target = 70"),
+        ["task.out_of_range_min_target", "99", "70"],
+    ),
+    "overlapping targets": (
+        in_section("task", "max_target = 70"),
+        ["task.out_of_range_min_target", "10..70", "61..99", "overlap"],
+    ),
+    "unseen targets inside the trained": (
+        in_section("task", "out_of_range_min_target = 20\nout_of_range_max_target = 30"),
+        ["task.out_of_range_min_target", "10..60", "20..30", "overlap"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "fragments"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_refused_in_one_line_with_key_value_and_what_is_allowed(
+    text: str, fragments: list[str], tmp_path: Path
+) -> None:
+    path = write(tmp_path, text)
+    line = refusal(path)
+    assert line.startswith(str(path))
+    for fragment in fragments:
+        assert fragment in line
+
+
+WARMUP_MISTAKES = {
+    "unknown key": (in_section("supervised", "num_step = 3"), ["supervised.num_step", "3", "num_steps"]),
+    "training section": ("[training]\nseed = 1", ["training", "supervised"]),
+    "no steps": (in_section("supervised", "num_steps = 0"), ["supervised.num_steps", "0", ">= 1"]),
+    "zero learning rate": (in_section("supervised", "learning_rate = 0"), ["supervised.learning_rate", "0", "> 0"]),
+    "unknown family": (in_section("scratch", 'family = "mamba"'), ["scratch.family", '"mamba"', '"llama", "qwen3"']),
+    "overlapping targets": (in_section("task", "max_target = 70"), ["task.out_of_range_min_target", "10..70"]),
+}
+
+
+@pytest.mark.parametrize(("text", "fragments"), WARMUP_MISTAKES.values(), ids=WARMUP_MISTAKES)
+def test_a_mistake_in_a_warmup_recipe_is_refused_in_one_line(text: str, fragments: list[str], tmp_path: Path) -> None:
+    line = refusal(write(tmp_path, text), load=recipe.load_warmup)
+    for fragment in fragments:
+        assert fragment in line
+
+
+@pytest.mark.parametrize(
+    "text", ['"a\\nb" = 1', '[training]\n"a\\nb" = 1', '["x\\ny"]\na = 1', 'name = ["a\\nb"]'], ids=repr
+)
+def test_line_breaks_in_keys_and_values_do_not_break_the_line(text: str, tmp_path: Path) -> None:
+    refusal(write(tmp_path, text))
+
+
+def test_a_long_value_is_shortened_in_the_line(tmp_path: Path) -> None:
+    assert len(refusal(write(tmp_path, in_section("training", f'seed = "{"x" * 5000}"'), "r.toml"))) < 400
+
+
+def test_an_odd_group_is_fine_where_there_is_one_stage(tmp_path: Path) -> None:
+    text = in_section("algorithm", "group_size = 7\nnum_stages = 1")
+    assert recipe.load_run(write(tmp_path, text)).algorithm.group_size == 7
+
+
+def test_a_whole_number_is_taken_where_a_number_is_meant(tmp_path: Path) -> None:
+    config = recipe.load_run(write(tmp_path, in_section("algorithm", "temperature = 2")))
+    assert type(config.algorithm.temperature) is float
+    assert config.algorithm.temperature == 2.0
+
+
+@pytest.mark.parametrize(("value", "expected"), [("0", 0.0), ("3e-3", 3e-3), ("1", 1.0), ('"auto"', "auto")])
+def test_the_unlearning_rate_is_a_number_or_auto(value: str, expected: float | str, tmp_path: Path) -> None:
+    config = recipe.load_run(write(tmp_path, in_section("algorithm", f"unlearn_lr = {value}")))
+    assert config.algorithm.unlearn_lr == expected
+
+
+def test_edges_of_ranges_are_allowed(tmp_path: Path) -> None:
+    text = in_section("algorithm", "clip_low = 1\nunlearn_eps = 0.5\ngate_threshold = 0\nkl_coef = 0\ngroup_size = 2")
+    algorithm = recipe.load_run(write(tmp_path, text)).algorithm
+    assert (algorithm.clip_low, algorithm.unlearn_eps, algorithm.gate_threshold) == (1.0, 0.5, 0.0)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_recipe_is_refused_with_the_shipped_names(tmp_path: Path) -> None:
+    line = refusal(tmp_path / "nowhere.toml")
+    assert "nowhere.toml" in line
+    assert "countdown/eepo" in line
+
+
+@pytest.mark.parametrize("name", ["", ".", "/", "countdown"])
+def test_what_is_not_a_file_is_refused_with_the_shipped_names(name: str) -> None:
+    assert "countdown/eepo" in refusal(name)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["name = ", "name = 'a\nb'", "[training\nseed = 1", "seed == 1", 'name = "a"\nname = "b"', "x = {a = 1\n}"],
+    ids=repr,
+)
+def test_bad_toml_is_refused_with_the_file(text: str, tmp_path: Path) -> None:
+    path = write(tmp_path, text)
+    line = refusal(path)
+    assert str(path) in line
+    assert "not valid TOML" in line
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "binary.toml"
+    path.write_bytes(b'name = "\xff\xfe"')
+    assert "not valid TOML" in refusal(path)
+
+
+# --- extends ----------------------------------------------------------------------------------------------------------
+
+
+def test_extends_lays_the_file_over_its_base(tmp_path: Path) -> None:
+    write(tmp_path, 'name = "base"\n[training]\nseed = 1\nnum_steps = 2\n[task]\nseed = 9\n', "base.toml")
+    path = write(tmp_path, 'extends = "base.toml"\nname = "top"\n[training]\nseed = 5\n[evaluation]\nevery = 3\n')
+    config = recipe.load_run(path)
+    assert config.name == "top"
+    assert config.training == TrainingConfig(seed=5, num_steps=2)
+    assert config.task == TaskConfig(seed=9)
+    assert config.evaluation.every == 3
+
+
+def test_extends_goes_through_several_files_and_folders(tmp_path: Path) -> None:
+    write(tmp_path, 'name = "a"\n[training]\nseed = 1\nnum_steps = 1\nprompts_per_step = 64\n', "deep/a.toml")
+    write(tmp_path, 'extends = "deep/a.toml"\n[training]\nseed = 2\nnum_steps = 2\n', "b.toml")
+    path = write(tmp_path, 'extends = "../b.toml"\n[training]\nseed = 3\n', "side/c.toml")
+    config = recipe.load_run(path)
+    assert config.name == "a"
+    assert config.training == TrainingConfig(seed=3, num_steps=2, prompts_per_step=64)
+
+
+def test_a_mistake_in_the_base_is_found_through_extends(tmp_path: Path) -> None:
+    write(tmp_path, "[training]\nsead = 1\n", "base.toml")
+    assert "training.sead" in refusal(write(tmp_path, 'extends = "base.toml"'))
+
+
+@pytest.mark.parametrize("value", ['"nowhere.toml"', '""', '"."', "3", '["base.toml"]', "true"])
+def test_extends_that_names_no_file_is_refused(value: str, tmp_path: Path) -> None:
+    write(tmp_path, "", "base.toml")
+    line = refusal(write(tmp_path, f"extends = {value}"))
+    assert f"extends = {value}" in line
+
+
+def test_extends_in_a_circle_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, 'extends = "b.toml"', "a.toml")
+    write(tmp_path, 'extends = "c.toml"', "b.toml")
+    line = refusal(write(tmp_path, 'extends = "a.toml"', "c.toml"))
+    assert "extends" in line
+    assert all(name in line for name in ("a.toml", "b.toml", "c.toml"))
+
+
+def test_extends_of_itself_is_refused(tmp_path: Path) -> None:
+    assert "extends" in refusal(write(tmp_path, 'extends = "recipe.toml"'))
+
+
+# --- --set ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("training.seed=7", ("training", "seed", 7)),
+        (" training.seed = 7 ", ("training", "seed", 7)),
+        ("training.learning_rate=1e-4", ("training", "learning_rate", 1e-4)),
+        ("training.learning_rate=1", ("training", "learning_rate", 1.0)),
+        ("evaluation.start=true", ("evaluation", "start", True)),
+        ("model.path=runs/warm", ("model", "path", "runs/warm")),
+        ('model.path="runs/warm"', ("model", "path", "runs/warm")),
+        ("model.path='a=b'", ("model", "path", "a=b")),
+        ("model.path=a=b", ("model", "path", "a=b")),
+        ("task.template={numbers} -> {target}", ("task", "template", "{numbers} -> {target}")),
+        ("algorithm.gate=step", ("algorithm", "gate", "step")),
+        ("algorithm.unlearn_lr=auto", ("algorithm", "unlearn_lr", "auto")),
+        ("algorithm.unlearn_lr=0.5", ("algorithm", "unlearn_lr", 0.5)),
+    ],
+)
+def test_set_changes_one_knob_of_any_type(override: str, expected: tuple[str, str, object], tmp_path: Path) -> None:
+    section, key, value = expected
+    config = recipe.load_run(write(tmp_path, 'name = "x"\n'), [override])
+    default = RunConfig(name="x")
+    changed = dataclasses.replace(getattr(default, section), **{key: value})
+    assert config == dataclasses.replace(default, **{section: changed})
+    assert type(getattr(getattr(config, section), key)) is type(value)
+
+
+def test_set_wins_over_the_recipe_and_the_last_one_over_the_first(tmp_path: Path) -> None:
+    path = write(tmp_path, 'name = "x"\n[training]\nseed = 1\nnum_steps = 4\n')
+    config = recipe.load_run(path, ["training.seed=2", "name=y", "training.seed=3"])
+    assert (config.name, config.training.seed, config.training.num_steps) == ("y", 3, 4)
+
+
+def test_set_may_not_break_a_rule_between_knobs(tmp_path: Path) -> None:
+    line = refusal(write(tmp_path, ""), ("algorithm.group_size=7",))
+    assert "algorithm.group_size" in line
+    assert "7" in line
+
+
+@pytest.mark.parametrize(
+    ("override", "fragments"),
+    [
+        ("training.seed", ["training.seed", "section.key=value"]),
+        ("", ["--set", "section.key=value"]),
+        ("=3", ["=3", "section.key=value"]),
+        (".seed=3", [".seed=3", "section.key=value"]),
+        ("training.=3", ["training.=3", "section.key=value"]),
+        ("training..seed=3", ["training..seed=3", "section.key=value"]),
+        ("training.seed=", ["training.seed", '""', "whole number"]),
+        ("training.seed=one", ["training.seed", '"one"', "whole number"]),
+        ("training.seed=1.5", ["training.seed", "1.5", "whole number"]),
+        ("training.sead=1", ["training.sead", "1", "seed"]),
+        ("trainig.seed=1", ["trainig", "training"]),
+        ("training=1", ["training", "1", "section"]),
+        ("name.first=1", ["name.first=1", "name", "section"]),
+        ("algorithm.unlearn_lr=fast", ["algorithm.unlearn_lr", '"fast"', '"auto"']),
+        ("algorithm.gate=maybe", ["algorithm.gate", '"maybe"', '"token"']),
+        ("training.learning_rate=nan", ["training.learning_rate", "NaN"]),
+        ("no\nsense", ["section.key=value"]),
+        ("tra\nining.seed=1", ["allowed"]),
+    ],
+    ids=repr,
+)
+def test_a_bad_set_is_refused_in_one_line(override: str, fragments: list[str], tmp_path: Path) -> None:
+    line = refusal(write(tmp_path, 'name = "x"\n'), (override,))
+    for fragment in fragments:
+        assert fragment in line
+
+
+# --- dump -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["plain", "", "a\nb", "tab\there", 'say "hi"', "it's", "back\\slash \\n", "θ′ ← θ 数学 🦜", "\r\x00\x1b\x7f", "]#="],
+    ids=ascii,
+)
+def test_any_string_reads_back_from_the_dump(text: str, tmp_path: Path) -> None:
+    config = RunConfig(name=text, model=ModelConfig(path=text), task=TaskConfig(template=text))
+    assert recipe.load_run(write(tmp_path, recipe.dump(config))) == config
+
+
+@pytest.mark.parametrize("number", [0.0, 1.0, 0.1, 1e-7, 5e-7, 1 / 3, 1e16, 1e22, 5e-324, 1.7976931348623157e308])
+def test_any_number_reads_back_from_the_dump_exactly(number: float, tmp_path: Path) -> None:
+    config = RunConfig(
+        algorithm=AlgorithmConfig(unlearn_lr=number, kl_coef=number),
+        training=TrainingConfig(learning_rate=number, seed=2**62),
+    )
+    read = recipe.load_run(write(tmp_path, recipe.dump(config)))
+    assert read == config
+    assert type(read.training.learning_rate) is float
+
+
+def test_the_dump_says_every_knob() -> None:
+    """So that a run's recipe stays true when defaults change."""
+    for config in (RunConfig(), WarmupConfig()):
+        assert tomllib.loads(recipe.dump(config)) == dataclasses.asdict(config)

@@ -1,0 +1,191 @@
+"""The warm start: it learns, it resumes exactly, and what it makes can be trained on."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from eepo import checkpoint, recipe
+from eepo.assemble import build_trainer, build_warmup
+from eepo.config import RunConfig, WarmupConfig
+from eepo.progress import Progress
+from eepo.runlog import EVALUATIONS, METRICS, read_lines
+from eepo.types import UserError
+from eepo.warmup import learning_rate
+
+TINY: dict[str, Any] = {
+    "name": "warm",
+    "max_new_tokens": 10,
+    "scratch": {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2},
+    "task": {"num_evaluation": 3},
+    "supervised": {"num_steps": 12, "batch_size": 16, "learning_rate": 1e-2, "ramp_steps": 3, "checkpoint_every": 4},
+    "evaluation": {"num_samples": 2},
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def tiny(**sections: dict[str, Any]) -> WarmupConfig:
+    tables = {key: dict(value) if isinstance(value, dict) else value for key, value in TINY.items()}
+    for section, knobs in sections.items():
+        tables[section] = tables.get(section, {}) | knobs
+    return recipe.parse(WarmupConfig, tables, "test")
+
+
+def quiet() -> Progress:
+    return Progress(Console(file=io.StringIO()))
+
+
+def run(config: WarmupConfig, out: Path, resume: bool = False) -> Path:
+    build_warmup(config, out, resume, quiet()).run()
+    return out
+
+
+def rows(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in row.items() if not key.startswith("seconds")} for row in read_lines(folder / name)
+    ]
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    assert rows(a, METRICS) == rows(b, METRICS)
+    assert rows(a, EVALUATIONS) == rows(b, EVALUATIONS)
+    left, right = (load_file(folder / "final" / "model.safetensors") for folder in (a, b))
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Path]]:
+    """A run from scratch, and its folder as it was after each checkpoint."""
+    folder = tmp_path_factory.mktemp("warm")
+    copies: dict[int, Path] = {}
+    prune = checkpoint.prune
+
+    def prune_and_copy(checkpoints: Path, keep: int) -> None:
+        prune(checkpoints, keep)
+        latest = checkpoint.latest(checkpoints)
+        assert latest is not None
+        step = checkpoint.step_of(latest)
+        copies[step] = Path(shutil.copytree(folder / "run", folder / f"after-{step}"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "prune", prune_and_copy)
+        run(tiny(), folder / "run")
+    return folder / "run", copies
+
+
+def test_a_few_steps_from_scratch_lower_the_loss(whole: tuple[Path, dict[int, Path]]) -> None:
+    losses = [row["loss"] for row in rows(whole[0], METRICS)]
+    assert len(losses) == 12
+    assert losses[0] == pytest.approx(5.35, abs=0.3), "an untrained model knows nothing: the log of 211 words"
+    assert losses[-1] < losses[0] - 1
+
+
+def test_the_run_is_evaluated_once_at_the_end(whole: tuple[Path, dict[int, Path]]) -> None:
+    seen = [(row["step"], row["kind"], row["set"]) for row in rows(whole[0], EVALUATIONS)]
+    assert seen == [(12, "full", "in_range"), (12, "full", "out_of_range")]
+
+
+@pytest.mark.parametrize("step", [4, 8, 12])
+def test_resuming_is_never_having_stopped(step: int, whole: tuple[Path, dict[int, Path]], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(whole[1][step], tmp_path / "run"))
+    with (folder / METRICS).open("a") as file:
+        file.write('{"step": 13, "loss": 0.0}\n{"step"')
+    assert_same_run(run(tiny(), folder, resume=True), whole[0])
+
+
+def test_resuming_a_finished_warm_start_changes_nothing(whole: tuple[Path, dict[int, Path]], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(whole[0], tmp_path / "run"))
+    assert_same_run(run(tiny(), folder, resume=True), whole[0])
+
+
+def test_resuming_with_a_changed_knob_is_refused_by_its_name(
+    whole: tuple[Path, dict[int, Path]], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(whole[1][4], tmp_path / "run"))
+    with pytest.raises(UserError, match=r"supervised\.learning_rate"):
+        run(tiny(supervised={"learning_rate": 1e-3}), folder, resume=True)
+    with pytest.raises(UserError, match="--resume"):
+        run(tiny(), folder)
+
+
+def test_demonstrations_drawn_in_other_processes_are_the_same(
+    whole: tuple[Path, dict[int, Path]], tmp_path: Path
+) -> None:
+    config = tiny(supervised={"num_workers": 2, "checkpoint_every": 0})
+    assert_same_run(run(config, tmp_path / "run"), whole[0])
+
+
+def test_the_seed_decides_the_weights_it_starts_from(whole: tuple[Path, dict[int, Path]], tmp_path: Path) -> None:
+    other = run(tiny(supervised={"num_steps": 1, "seed": 1}, task={"num_evaluation": 1}), tmp_path / "run")
+    assert rows(other, METRICS)[0]["loss"] != rows(whole[0], METRICS)[0]["loss"]
+
+
+def test_what_it_makes_can_be_trained_on_by_its_run_folder(
+    whole: tuple[Path, dict[int, Path]], tmp_path: Path
+) -> None:
+    tables = {
+        "model": {"path": str(whole[0])},
+        "task": {"num_evaluation": 1},
+        "algorithm": {"group_size": 4, "max_new_tokens": 8},
+        "training": {"num_steps": 1, "prompts_per_step": 2, "prompts_per_mini_batch": 2, "learning_rate": 0.0},
+        "evaluation": {"num_samples": 2},
+    }
+    trainer = build_trainer(recipe.parse(RunConfig, tables, "test"), tmp_path / "rl", False, quiet())
+    trainer.run()
+    warm, final = (load_file(folder / "final" / "model.safetensors") for folder in (whole[0], tmp_path / "rl"))
+    assert warm.keys() == final.keys()
+    assert all(torch.equal(warm[name], final[name]) for name in warm), "at a learning rate of 0 nothing moves"
+
+
+def test_a_warm_start_may_start_from_a_base_model(whole: tuple[Path, dict[int, Path]], tmp_path: Path) -> None:
+    config = tiny(
+        model={"path": "builtin:countdown"},
+        supervised={"num_steps": 2, "learning_rate": 1e-4, "checkpoint_every": 1, "save_dtype": "bfloat16"},
+        task={"num_evaluation": 2},
+    )
+    folder = run(config, tmp_path / "run")
+    losses = [row["loss"] for row in rows(folder, METRICS)]
+    assert max(losses) < 2, "it already knows the task"
+    assert {tensor.dtype for tensor in load_file(folder / "final" / "model.safetensors").values()} == {torch.bfloat16}
+    assert AutoModelForCausalLM.from_pretrained(folder / "final").config.hidden_size == 128
+    assert AutoTokenizer.from_pretrained(folder / "final").eos_token == "<eos>"
+
+
+def test_heads_that_do_not_divide_the_width_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"scratch\.hidden_size = 30 .* num_heads = 4"):
+        run(tiny(scratch={"hidden_size": 30, "num_heads": 4}), tmp_path / "run")
+
+
+def test_the_learning_rate_rises_in_a_line_and_falls_to_a_tenth() -> None:
+    rates = [learning_rate(step, num_steps=100, ramp_steps=10, peak=1.0) for step in range(101)]
+    assert rates[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
+    assert rates[10] == pytest.approx(1.0)
+    assert rates[55] == pytest.approx(0.55)
+    assert rates[100] == pytest.approx(0.1)
+    assert all(later < earlier for earlier, later in zip(rates[10:], rates[11:], strict=False))
+
+
+def test_the_learning_rate_needs_no_ramp() -> None:
+    assert learning_rate(0, num_steps=1, ramp_steps=0, peak=2.0) == pytest.approx(2.0)
+
+
+def test_the_recorded_learning_rate_is_the_schedule(whole: tuple[Path, dict[int, Path]]) -> None:
+    recorded = [row["lr"] for row in rows(whole[0], METRICS)]
+    assert recorded == [learning_rate(step, 12, 3, 1e-2) for step in range(12)]
