@@ -66,7 +66,7 @@ def new_model(tokenizer: Any) -> Callable[..., Any]:
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(config).float().eval()
             for name, weight in model.named_parameters():
-                spread = 1.0 if "embed" in name else 0.1 if weight.dim() == 1 else 0.25
+                spread = 0.1 if weight.dim() == 1 else 0.35
                 weight.add_(torch.randn_like(weight) * spread)
         return model
 
@@ -132,9 +132,11 @@ def fingerprint() -> Callable[[Any], str]:
     def flat(value: Any) -> Iterable[bytes]:
         if isinstance(value, Tensor):
             yield f"{value.dtype}{tuple(value.shape)}".encode()
-            yield value.detach().contiguous().view(torch.uint8).numpy().tobytes() if value.dim() else repr(
-                value.item()
-            ).encode()
+            yield (
+                value.detach().contiguous().view(torch.uint8).numpy().tobytes()
+                if value.dim()
+                else repr(value.item()).encode()
+            )
         elif isinstance(value, dict):
             for key in value:
                 yield repr(key).encode()

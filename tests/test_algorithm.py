@@ -46,7 +46,11 @@ def padded(rows: list[list[float]], filler: float = 0.0, dtype: torch.dtype = to
 # --- advantages
 
 
-@given(st.integers(2, 9).flatmap(lambda size: st.lists(st.lists(st.floats(-5, 5), min_size=size, max_size=size), min_size=1)))
+@given(
+    st.integers(2, 9).flatmap(
+        lambda size: st.lists(st.lists(st.floats(-5, 5), min_size=size, max_size=size), min_size=1)
+    )
+)
 def test_advantages_are_rewards_standardised_within_their_group(rewards: list[list[float]]) -> None:
     advantages = group_advantages(torch.tensor(rewards, dtype=torch.float64)).tolist()
     for group, got in zip(rewards, advantages, strict=True):
@@ -67,7 +71,7 @@ def test_equal_rewards_give_exact_zeros_whatever_their_mean_rounds_to(reward: fl
     rewards = torch.stack([torch.full((size,), reward), torch.arange(size).float()])
     advantages = group_advantages(rewards)
     assert advantages[0].tolist() == [0.0] * size
-    assert advantages[1].abs().min() < advantages[1].abs().max()
+    assert advantages[1].max() > 0.5
 
 
 # --- gate
@@ -339,15 +343,16 @@ def test_token_mean_weighs_tokens_not_rows() -> None:
 
 def test_the_step_is_taken_in_fp32_and_then_rounded() -> None:
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(4096, generator=generator)
-    gradient = torch.randn(4096, generator=generator)
+    weight = torch.randn(65536, generator=generator)
+    gradient = torch.randn(65536, generator=generator)
     ((_, moved),) = unlearned_weights([("w", weight)], {"w": gradient}, 3e-3, torch.bfloat16)
     in_bf16 = weight.bfloat16() - 3e-3 * gradient.bfloat16()
     assert moved.dtype == torch.bfloat16
     assert torch.equal(moved, (weight - 3e-3 * gradient).to(torch.bfloat16))
     assert not torch.equal(moved, in_bf16)
-    drift = (moved.float() - weight.bfloat16().float()).mean() / (-3e-3 * gradient.mean())
-    assert drift.item() == pytest.approx(1.0, abs=0.5)  # rounding dithers: on average the step arrives
+    step, arrived = -3e-3 * gradient, moved.float() - weight.bfloat16().float()
+    slope = (arrived * step).sum() / (step * step).sum()
+    assert slope.item() == pytest.approx(1.0, abs=0.05)  # rounding dithers: on average the step arrives whole
 
 
 def test_a_step_below_half_a_bf16_unit_still_moves_weights_near_a_border() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -120,6 +119,11 @@ def file_as_folder(folder: Path) -> list[object]:
     return ["train", "countdown/eepo", "--out", folder / "run"]
 
 
+def below_a_file(folder: Path) -> list[object]:
+    (folder / "file").write_text("a file")
+    return ["train", "countdown/eepo", "--out", folder / "file" / "run"]
+
+
 def empty_run(folder: Path) -> list[object]:
     (folder / "run").mkdir()
     return ["report", folder / "run", "--out", folder / "report.html"]
@@ -151,6 +155,7 @@ MISTAKES = {
         ["task.template", "goal"],
     ),
     "folder in use": (held_folder, ["--resume"]),
+    "folder below a file": (below_a_file, ["--out"]),
     "file as a folder": (file_as_folder, ["--out"]),
     "other knob on resume": (changed_knob, ["training.seed", "9"]),
     "same recipe twice": (
@@ -254,9 +259,9 @@ def test_compare_prints_a_table_and_writes_a_report(tmp_path: Path, eepo) -> Non
     assert "eepo" in result.out
     assert str(out / "report.html") in result.out.splitlines()[-1], "the path must stay on one line, to be copied"
 
-    again = eepo("report", *folders, "--out", tmp_path / "again.html")
+    again = eepo("report", *folders, "--out", tmp_path / "new" / "again.html")
     assert again.code == 0, again.err
-    assert (tmp_path / "again.html").is_file()
+    assert (tmp_path / "new" / "again.html").is_file()
 
 
 def test_the_demo_prints_a_table_and_the_path_of_its_report(tmp_path: Path, eepo) -> None:
@@ -278,7 +283,7 @@ def test_a_finished_demo_can_be_run_again(tmp_path: Path, eepo) -> None:
     overrides = settings(*TINY)
     assert eepo("demo", "--out", tmp_path / "demo", *overrides).code == 0
     before = {path: path.read_bytes() for path in (tmp_path / "demo").rglob("*.jsonl")}
-    shutil.rmtree(tmp_path / "demo" / "report.html", ignore_errors=True)
+    assert len(before) == 6
     result = eepo("demo", "--out", tmp_path / "demo", *overrides)
     assert result.code == 0, result.err
     assert {path: path.read_bytes() for path in before} == before

@@ -39,7 +39,8 @@ def test_pass_at_k_refuses_impossible_counts(num_samples: int, num_correct: int,
 
 
 @pytest.mark.parametrize(
-    ("most", "expected"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (24, [1, 2, 4, 8, 16, 24]), (32, [1, 2, 4, 8, 16, 32])]
+    ("most", "expected"),
+    [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (24, [1, 2, 4, 8, 16, 24]), (32, [1, 2, 4, 8, 16, 32])],
 )
 def test_powers_of_two_end_with_the_number_itself(most: int, expected: list[int]) -> None:
     assert powers_of_two(most) == expected

@@ -42,7 +42,18 @@ def test_the_algorithm_stays_on_one_page() -> None:
 
 
 def test_the_algorithm_knows_no_trainer_engine_task_or_grader() -> None:
-    above = ("trainer", "warmup", "assemble", "comparison", "cli", "rollout", "tasks", "rewards", "evaluation", "reports")
+    above = (
+        "trainer",
+        "warmup",
+        "assemble",
+        "comparison",
+        "cli",
+        "rollout",
+        "tasks",
+        "rewards",
+        "evaluation",
+        "reports",
+    )
     names = imported(ast.parse((SOURCE / "algorithm.py").read_text(encoding="utf-8")))
     assert "eepo.policy.Policy" in names, "the check itself must see imports"
     assert [name for name in names if name.startswith(tuple(f"eepo.{room}" for room in above))] == []

@@ -419,7 +419,18 @@ def test_a_bad_set_is_refused_in_one_line(override: str, fragments: list[str], t
 
 @pytest.mark.parametrize(
     "text",
-    ["plain", "", "a\nb", "tab\there", 'say "hi"', "it's", "back\\slash \\n", "θ′ ← θ 数学 🦜", "\r\x00\x1b\x7f", "]#="],
+    [
+        "plain",
+        "",
+        "a\nb",
+        "tab\there",
+        'say "hi"',
+        "it's",
+        "back\\slash \\n",
+        "θ′ ← θ 数学 🦜",
+        "\r\x00\x1b\x7f",
+        "]#=",
+    ],
     ids=ascii,
 )
 def test_any_string_reads_back_from_the_dump(text: str, tmp_path: Path) -> None:

@@ -46,7 +46,10 @@ TINY: dict[str, Any] = {
 # The gate of a step depends on the steps before it; `auto` starts its search where the last step ended.
 HISTORY = {
     "step gate": {"algorithm": {"gate": "step", "gate_window": 2, "gate_threshold": 0.43}, "evaluation": {"every": 2}},
-    "auto rate": {"algorithm": {"gate": "always", "unlearn_lr": "auto", "kl_coef": 0.01}, "evaluation": {"start": True}},
+    "auto rate": {
+        "algorithm": {"gate": "always", "unlearn_lr": "auto", "kl_coef": 0.01},
+        "evaluation": {"start": True},
+    },
 }
 
 

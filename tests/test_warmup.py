@@ -137,9 +137,7 @@ def test_the_seed_decides_the_weights_it_starts_from(whole: tuple[Path, dict[int
     assert rows(other, METRICS)[0]["loss"] != rows(whole[0], METRICS)[0]["loss"]
 
 
-def test_what_it_makes_can_be_trained_on_by_its_run_folder(
-    whole: tuple[Path, dict[int, Path]], tmp_path: Path
-) -> None:
+def test_what_it_makes_can_be_trained_on_by_its_run_folder(whole: tuple[Path, dict[int, Path]], tmp_path: Path) -> None:
     tables = {
         "model": {"path": str(whole[0])},
         "task": {"num_evaluation": 1},

@@ -41,12 +41,13 @@ def resolve(path: str) -> str:
             names = ", ".join(f"builtin:{entry.name}" for entry in sorted(BUILTIN.iterdir()) if entry.is_dir())
             raise UserError(f'model.path = "{path}": no such built-in model; allowed: {names}')
         return str(folder)
-    if (Path(path) / "final" / "config.json").is_file():
-        return str(Path(path) / "final")
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
-    if looks_local and not (Path(path) / "config.json").is_file():
-        raise UserError(f'model.path = "{path}": no folder with a config.json there, and not a hub name (owner/name)')
-    return path
+    folder = Path(path).expanduser()
+    for candidate in (folder, folder / "final"):
+        if (candidate / "config.json").is_file():
+            return str(candidate)
+    if folder.is_dir() or path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise UserError(f'model.path = "{path}": no config.json there; give a model\'s folder, a run\'s, or a hub name')
+    return path  # a hub name
 
 
 def load_tokenizer(config: ModelConfig) -> Any:

@@ -63,8 +63,10 @@ class Trainer:
                     self._save()
                 if stop.is_set():
                     raise Interrupted(f"stopped after step {self.step}; go on with: --out {self.log.folder} --resume")
-        final = checkpoint.save_final(self.log.folder / "final", self.model, self.tokenizer)
-        if not self._evaluated(self.step):
+        final, finished = self.log.folder / "final", self._evaluated(self.step)
+        if not finished or not final.exists():
+            checkpoint.save_final(final, self.model, self.tokenizer)
+        if not finished:
             self._evaluate("full", self.config.evaluation.num_samples, None)
         return final
 
