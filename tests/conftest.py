@@ -65,7 +65,7 @@ def new_model(tokenizer: Any) -> Callable[..., Any]:
         with torch.random.fork_rng(), torch.no_grad():
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(config).float().eval()
-            for name, weight in model.named_parameters():
+            for weight in model.parameters():
                 spread = 0.1 if weight.dim() == 1 else 0.35
                 weight.add_(torch.randn_like(weight) * spread)
         return model

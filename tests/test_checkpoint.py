@@ -171,9 +171,10 @@ def test_a_save_that_dies_leaves_the_one_before_and_the_next_cleans_up(
     first = checkpoint.save(tmp_path, 1, model, tokenizer, optimizer, {"mark": "first"})
     kept = weights(model)
     train(model, optimizer, 1)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(place, death)
-        checkpoint.save(tmp_path, 2, model, tokenizer, optimizer, {"mark": "second"})
+        with pytest.raises(Killed):
+            checkpoint.save(tmp_path, 2, model, tokenizer, optimizer, {"mark": "second"})
     assert checkpoint.latest(tmp_path) == first
     loaded = AutoModelForCausalLM.from_pretrained(first, dtype=torch.float32)
     assert checkpoint.load_training(first, loaded, adamw(loaded))["mark"] == "first"
@@ -201,9 +202,10 @@ def test_saving_a_step_again_never_leaves_less_than_the_one_before(
         calls.append(args)
         rename(*args)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "rename", dying)
-        checkpoint.save(tmp_path, 2, model, tokenizer, adamw(model), {})
+        with pytest.raises(Killed):
+            checkpoint.save(tmp_path, 2, model, tokenizer, adamw(model), {})
     latest = checkpoint.latest(tmp_path)
     assert latest is not None
     loaded = AutoModelForCausalLM.from_pretrained(latest)
@@ -241,9 +243,11 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
 from eepo import checkpoint
 from eepo.tasks.countdown import build_tokenizer
 
+logging.disable_progress_bar()  # its lock is shared with forked processes, and a killed one never gives it back
 folder = Path(sys.argv[1])
 config = LlamaConfig(vocab_size=2048, hidden_size=256, intermediate_size=768, num_hidden_layers=4,
                      num_attention_heads=4, tie_word_embeddings=True, bos_token_id=None, eos_token_id=1)
@@ -276,6 +280,9 @@ def check():
     return step
 
 save(0)
+started = time.perf_counter()
+save(1)
+one_save = time.perf_counter() - started
 draws, seen = random.Random(7), []
 for _ in range(8):
     first = checkpoint.step_of(checkpoint.latest(folder)) + 1
@@ -285,7 +292,7 @@ for _ in range(8):
         while True:
             save(step)
             step += 1
-    time.sleep(draws.uniform(0.01, 0.6))
+    time.sleep(one_save * draws.uniform(0.1, 2.5))
     os.kill(saver, signal.SIGKILL)
     assert os.waitstatus_to_exitcode(os.waitpid(saver, 0)[1]) == -signal.SIGKILL
     leftovers = len(list(folder.glob(".*")))
@@ -308,7 +315,7 @@ def test_kills_at_random_moments_leave_a_whole_and_consistent_checkpoint(tmp_pat
     result = json.loads(ran.stdout.splitlines()[-1])
     steps = [kill["step"] for kill in result["kills"]]
     assert steps == sorted(steps)
-    assert steps[-1] > 0, "no save ever finished between two kills"
+    assert steps[-1] > 1, "no save ever finished between two kills"
     assert any(kill["leftovers"] for kill in result["kills"]), "no kill hit a save"
     assert len(result["names"]) == 2
     assert result["names"][-1] == f"step-{result['last']:06d}"

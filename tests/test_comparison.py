@@ -120,9 +120,10 @@ def test_a_comparison_is_taken_up_where_it_stopped(tmp_path: Path) -> None:
         saved.append(args)
         return save(*args)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "save", dies_at_the_third)
-        compare([tiny("grpo", 1, num_steps=1), tiny("eepo", 2, num_steps=1)], 2, tmp_path, quiet())
+        with pytest.raises(KeyboardInterrupt):
+            compare([tiny("grpo", 1, num_steps=1), tiny("eepo", 2, num_steps=1)], 2, tmp_path, quiet())
     done = [tmp_path / name / "seed-3" / METRICS for name in ("grpo", "eepo")]
     before = [path.read_bytes() for path in done]
     folders = compare([tiny("grpo", 1, num_steps=1), tiny("eepo", 2, num_steps=1)], 2, tmp_path, quiet())

@@ -19,6 +19,12 @@ from eepo.types import UserError
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with HF_HUB_OFFLINE=1: a name that is no folder is not looked for anywhere else."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
 def refusal(call: Any, *args: Any) -> str:
     with pytest.raises(UserError) as caught:
         call(*args)
@@ -81,8 +87,7 @@ def test_a_path_without_a_model_is_refused(path: str) -> None:
     assert f'model.path = "{path}"' in line
 
 
-def test_a_hub_name_that_cannot_be_reached_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+def test_a_hub_name_that_cannot_be_reached_is_refused() -> None:
     assert "no-such-owner/no-such-model" in refusal(
         pretrained.load_model, ModelConfig(path="no-such-owner/no-such-model"), CPU
     )

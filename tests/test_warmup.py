@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import shutil
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,7 @@ def test_the_learning_rate_rises_in_a_line_and_falls_to_a_tenth() -> None:
     assert rates[10] == pytest.approx(1.0)
     assert rates[55] == pytest.approx(0.55)
     assert rates[100] == pytest.approx(0.1)
-    assert all(later < earlier for earlier, later in zip(rates[10:], rates[11:], strict=False))
+    assert all(later < earlier for earlier, later in pairwise(rates[10:]))
 
 
 def test_the_learning_rate_needs_no_ramp() -> None:

@@ -46,7 +46,7 @@ def resolve(path: str) -> str:
         if (candidate / "config.json").is_file():
             return str(candidate)
     if folder.is_dir() or path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise UserError(f'model.path = "{path}": no config.json there; give a model\'s folder, a run\'s, or a hub name')
+        raise UserError(f"model.path = \"{path}\": no config.json there; give a model's folder, a run's, or a hub name")
     return path  # a hub name
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from eepo.reports.runs import Run, by_method
 
-EXPECTED = ("name", "training.seed")  # what makes runs different runs; everything else is a setting
+# What makes runs different runs, and who of them judged the starting policy for all; everything else is a setting.
+EXPECTED = ("name", "training.seed", "evaluation.start")
 UNSET = "–"
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from rich.box import SIMPLE
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -61,15 +63,30 @@ def measure_text(found: Estimate | None, measure: str) -> str:
     return _number(found, "{:.1f}", " %", scale=100)
 
 
-def terminal_table(rows: Sequence[ComparisonRow]) -> Table:
+def terminal_table(rows: Sequence[ComparisonRow]) -> Group:
+    """One table for each evaluation set, intervals under their numbers, so that 80 columns are enough."""
+    sets = dict.fromkeys(row.set for row in rows)
+    tables = [_set_table(name, [row for row in rows if row.set == name]) for name in sets]
+    return Group(*tables, Text(table_caption(rows).replace("Brackets", "Ranges")))
+
+
+def _set_table(name: str, rows: Sequence[ComparisonRow]) -> Table:
     """`Text` cells, because a method's name is the user's and may hold rich's own markup."""
-    table = Table(caption=Text(table_caption(rows)), caption_justify="left")
-    for heading in headings(rows):
-        table.add_column(Text(heading), justify="left" if heading in ("set", "method") else "right")
-    for place, row in enumerate(rows):
-        last_of_set = place + 1 == len(rows) or rows[place + 1].set != row.set
-        table.add_row(*(Text(cell) for cell in cells(row, _measures(rows))), end_section=last_of_set)
+    table = Table(title=Text(plain(name)), title_justify="left", box=SIMPLE, pad_edge=False)
+    measures = _measures(rows)
+    table.add_column("method\nseeds", overflow="fold")
+    for measure in measures:
+        table.add_column("distinct\ncorrect" if measure == "distinct" else measure, justify="right", no_wrap=True)
+    table.add_column("time\ndrawn", justify="right")
+    for row in rows:
+        _, method, seeds, *numbers, seconds, completions = cells(row, measures)
+        found = [_two_lines(*number.rstrip("]").partition(" [")[::2]) for number in numbers]
+        table.add_row(_two_lines(method, seeds), *found, _two_lines(seconds, completions))
     return table
+
+
+def _two_lines(upper: str, lower: str) -> Text:
+    return Text.assemble(upper, "\n", (lower.replace(", ", "–"), "dim"))
 
 
 def html_table(rows: Sequence[ComparisonRow]) -> str:
