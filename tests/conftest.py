@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import eepo  # noqa: F401  (before torch: it settles how torch's threads wait, or a busy machine takes three times as long)
+
+# isort: split
 import copy
 import hashlib
 import random

@@ -249,7 +249,7 @@ from eepo.tasks.countdown import build_tokenizer
 
 logging.disable_progress_bar()  # its lock is shared with forked processes, and a killed one never gives it back
 folder = Path(sys.argv[1])
-config = LlamaConfig(vocab_size=2048, hidden_size=256, intermediate_size=768, num_hidden_layers=4,
+config = LlamaConfig(vocab_size=1024, hidden_size=256, intermediate_size=768, num_hidden_layers=3,
                      num_attention_heads=4, tie_word_embeddings=True, bos_token_id=None, eos_token_id=1)
 model = LlamaForCausalLM(config)
 tokenizer = build_tokenizer()
@@ -292,7 +292,10 @@ for _ in range(8):
         while True:
             save(step)
             step += 1
-    time.sleep(one_save * draws.uniform(0.1, 2.5))
+    wanted, deadline = first + draws.randint(-1, 1), time.monotonic() + 60
+    while checkpoint.step_of(checkpoint.latest(folder)) < wanted and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(one_save * draws.uniform(0, 1.5))
     os.kill(saver, signal.SIGKILL)
     assert os.waitstatus_to_exitcode(os.waitpid(saver, 0)[1]) == -signal.SIGKILL
     leftovers = len(list(folder.glob(".*")))

@@ -434,7 +434,7 @@ def test_a_bad_set_is_refused_in_one_line(override: str, fragments: list[str], t
     ids=ascii,
 )
 def test_any_string_reads_back_from_the_dump(text: str, tmp_path: Path) -> None:
-    config = RunConfig(name=text, model=ModelConfig(path=text), task=TaskConfig(template=text))
+    config = RunConfig(name=text, model=ModelConfig(path=text), task=TaskConfig(template=text + "{numbers} {target}"))
     assert recipe.load_run(write(tmp_path, recipe.dump(config))) == config
 
 

@@ -427,7 +427,8 @@ def test_four_stages_forget_all_earlier_ones(
     build: Any, demo_prompts: list[Prompt], demo_model: Any, plain_scores: Any
 ) -> None:
     algorithm = build(group_size=8, num_stages=4, gate="always", unlearn_lr=1e-2)
-    rollout = algorithm.step(demo_prompts[:3], SAMPLING, StepMetrics())
+    metrics = StepMetrics()
+    rollout = algorithm.step(demo_prompts[:3], SAMPLING, metrics)
     assert rollout.stages == [1, 1, 2, 2, 3, 3, 4, 4]
     assert [len(group) for group in rollout.groups] == [8, 8, 8]
     loads = algorithm.engine.loads
@@ -439,11 +440,17 @@ def test_four_stages_forget_all_earlier_ones(
         gradient, _, _ = reference_gradient(demo_model, earlier, algorithm.options, plain_scores)
         assert_moved(load, start, {name: -1e-2 * value for name, value in gradient.items()})
     again = TransformersEngine(copy.deepcopy(demo_model), algorithm.engine.tokenizer)
+    again.load_weights(loads[3].items())
+    with torch.no_grad():  # KL(θ ‖ θ′) is told on what θ itself sampled: stage 1
+        first = [(prompt, c) for prompt, group in zip(rollout.prompts, rollout.groups, strict=True) for c in group[:2]]
+        gaps = [plain_scores(again.model, *pair).logprobs - plain_scores(demo_model, *pair).logprobs for pair in first]
+    gap = torch.cat(gaps)
+    assert metrics.result()["unlearn/kl"] == pytest.approx((gap.exp() - 1 - gap).mean().item(), rel=1e-2)
     for stage, load in enumerate(loads, 1):  # places of a group, in the order of the stages
         again.load_weights(load.items())
-        first = 2 * (stage - 1)
-        own = Sampling(1.0, 24, 1, "train/0", first_sample=first)
-        assert again.generate(rollout.prompts, 2, own) == [group[first : first + 2] for group in rollout.groups]
+        place = 2 * (stage - 1)
+        own = Sampling(1.0, 24, 1, "train/0", first_sample=place)
+        assert again.generate(rollout.prompts, 2, own) == [group[place : place + 2] for group in rollout.groups]
 
 
 @pytest.mark.parametrize("shut", [{"gate": "never"}, {"gate": "token", "gate_threshold": 0.0}])

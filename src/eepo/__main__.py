@@ -1,3 +1,5 @@
+"""`python -m eepo` is the command `eepo`."""
+
 from eepo.cli import main
 
 if __name__ == "__main__":

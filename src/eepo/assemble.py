@@ -24,17 +24,18 @@ from eepo.types import UserError
 from eepo.warmup import Warmup
 
 # What may change between a run and its resumption without making it another run.
-FREE_TO_CHANGE = (
+FREE_TO_CHANGE = {
     "training.num_steps",
     "training.checkpoint_every",
     "training.keep_checkpoints",
     "training.log_completions",
-)
+    "evaluation.start",
+}
 
 
 def build_trainer(config: RunConfig, out: Path, resume: bool, progress: Progress) -> Trainer:
     """A trainer at step 0, or where the newest checkpoint of `out` left off."""
-    log, start = open_run(config, out, resume)
+    start = find_start(config, out, resume)
     device = pretrained.pick_device(config.model.device)
     tokenizer = pretrained.load_tokenizer(config.model)
     reference = pretrained.load_model(config.model, device)
@@ -50,15 +51,15 @@ def build_trainer(config: RunConfig, out: Path, resume: bool, progress: Progress
         mini_batch=config.training.prompts_per_mini_batch,
         max_grad_norm=config.training.max_grad_norm,
     )
-    trainer = Trainer(config, algorithm, TASKS[config.task.name](config.task, tokenizer), tokenizer, log, progress)
+    task = TASKS[config.task.name](config.task, tokenizer)
+    trainer = Trainer(config, algorithm, task, tokenizer, open_log(config, out, start, device), progress)
     if start:
         trainer.restore(start)
-    log.write_environment(_describe(device))
     return trainer
 
 
 def build_warmup(config: WarmupConfig, out: Path, resume: bool, progress: Progress) -> Warmup:
-    log, start = open_run(config, out, resume)
+    start = find_start(config, out, resume)
     device = pretrained.pick_device(config.model.device)
     scratch = config.model.path == "scratch"
     tokenizer = build_tokenizer() if scratch else pretrained.load_tokenizer(config.model)
@@ -76,17 +77,16 @@ def build_warmup(config: WarmupConfig, out: Path, resume: bool, progress: Progre
         optimizer=_adamw(model, config.supervised.learning_rate, config.supervised.weight_decay),
         task=TASKS[config.task.name](config.task, tokenizer),
         tokenizer=tokenizer,
-        log=log,
+        log=open_log(config, out, start, device),
         progress=progress,
     )
     if start:
         warmup.restore(start)
-    log.write_environment(_describe(device))
     return warmup
 
 
-def open_run(config: RunConfig | WarmupConfig, out: Path, resume: bool) -> tuple[RunLog, Path | None]:
-    """The run's folder, ready to be written, and the checkpoint to start from."""
+def find_start(config: RunConfig | WarmupConfig, out: Path, resume: bool) -> Path | None:
+    """The checkpoint to go on from, if any. Writes nothing: a run that cannot begin leaves no folder behind."""
     written = out / "recipe.toml"
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; give a folder")
@@ -94,11 +94,16 @@ def open_run(config: RunConfig | WarmupConfig, out: Path, resume: bool) -> tuple
         raise UserError(f"--out {out} already holds a run; add --resume to go on with it, or give another folder")
     if written.exists():
         _check_same(config, written)
+    return checkpoint.latest(out / "checkpoints")
+
+
+def open_log(config: RunConfig | WarmupConfig, out: Path, start: Path | None, device: torch.device) -> RunLog:
+    """The run's records, back at the step from which it goes on."""
     log = RunLog(out)
-    start = checkpoint.latest(out / "checkpoints")
-    log.rewind(checkpoint.step_of(start) if start else 0 if resume else -1)
+    log.rewind(checkpoint.step_of(start) if start else 0)
     log.write_recipe(recipe.dump(config))
-    return log, start
+    log.write_environment(_describe(device))
+    return log
 
 
 def new_model(scratch: ScratchConfig, tokenizer: Any, seed: int) -> Any:

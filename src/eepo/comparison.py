@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,10 +12,17 @@ from eepo.config import RunConfig
 from eepo.progress import Progress
 from eepo.types import UserError
 
+FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,99}")
+
 
 def compare(configs: Sequence[RunConfig], num_seeds: int, out: Path, progress: Progress) -> list[Path]:
     """Train every recipe with every seed under `out/name/seed-N`; what is there already is taken up, not done again."""
     names = [config.name for config in configs]
+    for name in names:
+        if not FOLDER_NAME.fullmatch(name):
+            raise UserError(
+                f"name = {name!r} becomes a folder here: letters, digits, '.', '_', '+' and '-' are allowed"
+            )
     if twice := {name for name in names if names.count(name) > 1}:
         raise UserError(f"two recipes are named {min(twice)!r}; names tell methods apart, so give each its own")
     folders = []

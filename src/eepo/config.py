@@ -6,6 +6,7 @@ Reading a recipe into these, with an error line for every mistake, is `recipe.py
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from string import Formatter
 from typing import Any, Literal
 
 
@@ -179,6 +180,12 @@ def check_run(config: RunConfig) -> str | None:
 
 
 def check_task(task: TaskConfig) -> str | None:
+    try:
+        fields = {name for _, name, _, _ in Formatter().parse(task.template) if name is not None}
+    except ValueError:
+        fields = set()
+    if fields != {"numbers", "target"}:
+        return f"task.template must hold {{numbers}} and {{target}} and no other field, got {task.template!r}"
     low, high = task.min_target, task.max_target
     far_low, far_high = task.out_of_range_min_target, task.out_of_range_max_target
     if low > high:

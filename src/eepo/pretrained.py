@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
@@ -21,6 +22,8 @@ def pick_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError("not tried by anybody")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f'model.device = "{name}" cannot be used here; allowed: auto, cpu, cuda, cuda:N') from error
@@ -83,6 +86,6 @@ def _load(loader: Any, config: ModelConfig, **options: Any) -> Any:
             local_files_only=offline,
             **options,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         line = str(error).strip().splitlines()[0]
         raise UserError(f'model.path = "{config.path}" could not be loaded: {line}') from error

@@ -13,7 +13,7 @@ from eepo.batching import MicroBatch
 from eepo.policy import Policy, Scores
 from eepo.types import Completion, Prompt
 
-MAX_TRIES = 6
+MAX_TRIES = 10
 CLOSE_ENOUGH = 1.1  # a KL within this factor of its target ends the search
 LR_BOUNDS = (1e-9, 1e3)
 
@@ -66,12 +66,36 @@ class Probe:
 
 
 def lr_for_kl(probe: Probe, gradient: Mapping[str, Tensor], target: float, start: float) -> float:
-    """A rate whose step moves θ by about `target` KL. KL grows as the square of a small step, so few tries suffice."""
-    lr = start
+    """A rate whose step moves θ by about `target` KL.
+
+    For small steps KL grows as the square of the rate, for larger ones faster: follow the slope between the last two
+    tries, but stay inside the bracket they leave. If no try is close enough, the largest that did not overshoot.
+    """
+    lr, low, high = start, LR_BOUNDS[0], LR_BOUNDS[1]
+    last: tuple[float, float] | None = None  # log lr, log kl
     for _ in range(MAX_TRIES):
         kl = probe.measure(gradient, lr).kl
-        if math.isfinite(kl) and target / CLOSE_ENOUGH <= kl <= target * CLOSE_ENOUGH:
-            break
-        factor = math.sqrt(target / kl) if math.isfinite(kl) and kl > 0 else (10.0 if kl == 0 else 0.1)
-        lr = min(max(lr * min(max(factor, 0.1), 10.0), LR_BOUNDS[0]), LR_BOUNDS[1])
-    return lr
+        if target / CLOSE_ENOUGH <= kl <= target * CLOSE_ENOUGH:
+            return lr
+        if kl < target:
+            low = max(low, lr)
+        else:  # too far, or not a number any more
+            high = min(high, lr)
+        here = (math.log(lr), math.log(kl)) if 0 < kl < math.inf else None
+        lr = min(max(_follow_slope(last, here, lr, target, rising=kl < target), low), high)
+        if lr in (low, high):
+            lr = math.sqrt(low * high)
+        last = here
+    return low
+
+
+def _follow_slope(
+    last: tuple[float, float] | None, here: tuple[float, float] | None, lr: float, target: float, rising: bool
+) -> float:
+    """Where a line through the last two tries meets the target, on log scales; at most a factor of 10 away."""
+    if here is None:
+        return lr * 10 if rising else lr / 10
+    moved = last is not None and last[0] != here[0]
+    slope = (here[1] - last[1]) / (here[0] - last[0]) if moved and last is not None else 2.0
+    step = (math.log(target) - here[1]) / min(max(slope, 1.0), 8.0)
+    return lr * math.exp(min(max(step, -math.log(10)), math.log(10)))

@@ -23,7 +23,7 @@ class Progress:
         return Bar(self.console, title, total, done)
 
     def say(self, text: str) -> None:
-        self.console.print(escape(text), highlight=False)
+        self.console.print(escape(text), highlight=False, soft_wrap=True)  # a path stays whole, to be copied
 
 
 class Bar:

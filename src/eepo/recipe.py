@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from eepo.config import RunConfig, WarmupConfig, check_run, check_task
 from eepo.types import UserError
 
+HUGE = 2**63  # no knob is meant to be larger, and torch could not take it
 Config = TypeVar("Config", bound=RunConfig | WarmupConfig)
 
 
@@ -51,9 +52,9 @@ def find(recipe: str | Path) -> Path:
     if path.is_file():
         return path
     for folder in recipe_folders():
-        shipped = folder / path.with_suffix(".toml")
-        if shipped.is_file():
-            return shipped
+        for name in (f"{recipe}.toml", str(recipe)):
+            if (folder / name).is_file():
+                return folder / name
     names = sorted(str(p.relative_to(f).with_suffix("")) for f in recipe_folders() for p in f.rglob("*.toml"))
     raise UserError(f"{recipe}: no such recipe; give a TOML file or one of: {', '.join(names)}")
 
@@ -142,9 +143,9 @@ def _value(hint: Any, value: Any, bounds: typing.Mapping[str, Any], where: str) 
         if typing.get_origin(option) is typing.Literal:
             if value in typing.get_args(option) and isinstance(value, str):
                 return value
-        elif option is float and type(value) in (int, float):
+        elif option is float and type(value) in (int, float) and abs(value) < HUGE:
             return _bounded(float(value), bounds, where, options)
-        elif type(value) is option:
+        elif type(value) is option and (option is not int or abs(value) < HUGE):
             return _bounded(value, bounds, where, options) if option is int else value
     raise UserError(f"{where} must be {_allowed(options, bounds)}")
 
@@ -176,4 +177,4 @@ def _short(value: Any) -> str:
 
 
 def _toml(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
+    return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")

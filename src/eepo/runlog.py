@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import eepo
+from eepo.types import UserError
 
 METRICS, EVALUATIONS, COMPLETIONS = "metrics.jsonl", "evaluations.jsonl", "completions.jsonl"
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "tokenizers")
@@ -25,7 +26,10 @@ PACKAGES = ("torch", "transformers", "safetensors", "numpy", "tokenizers")
 class RunLog:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--out {folder} cannot be made: {error.strerror}") from error
 
     def write_recipe(self, text: str) -> None:
         write_whole(self.folder / "recipe.toml", text)
@@ -43,8 +47,11 @@ class RunLog:
         for name in (METRICS, EVALUATIONS, COMPLETIONS):
             path = self.folder / name
             if path.exists():
-                kept = [json.dumps(row, ensure_ascii=True) for row in read_lines(path) if row["step"] <= step]
-                write_whole(path, "".join(line + "\n" for line in kept))
+                before = path.read_text(encoding="utf-8")
+                kept = [line for line in before.splitlines(keepends=True) if line.endswith("\n")]
+                after = "".join(line for line in kept if json.loads(line)["step"] <= step)
+                if after != before:
+                    write_whole(path, after)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

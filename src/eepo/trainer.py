@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import threading
 from collections.abc import Iterator
@@ -53,7 +54,7 @@ class Trainer:
     def run(self) -> Path:
         """Train to the last step, save, evaluate; returns the folder of the final weights."""
         settings, title = self.config.training, f"{self.config.name} seed {self.config.training.seed}"
-        if self.step == 0 and not self._evaluated(0):
+        if self.step == 0 and not self._evaluated("full", "quick"):
             self._evaluate_start()
         with self.progress.bar(f"train {title}", settings.num_steps, self.step) as bar, _stop_signals() as stop:
             while self.step < settings.num_steps:
@@ -62,13 +63,17 @@ class Trainer:
                 if due or stop.is_set() or self.step == settings.num_steps:
                     self._save()
                 if stop.is_set():
-                    raise Interrupted(f"stopped after step {self.step}; go on with: --out {self.log.folder} --resume")
-        final, finished = self.log.folder / "final", self._evaluated(self.step)
+                    raise Interrupted(f"stopped after step {self.step}; go on with: {self._resume_command()}")
+        final, finished = self.log.folder / "final", self._evaluated("full")
         if not finished or not final.exists():
             checkpoint.save_final(final, self.model, self.tokenizer)
         if not finished:
             self._evaluate("full", self.config.evaluation.num_samples, None)
         return final
+
+    def _resume_command(self) -> str:
+        folder = shlex.quote(str(self.log.folder))
+        return f"eepo train {shlex.quote(str(self.log.folder / 'recipe.toml'))} --out {folder} --resume"
 
     def _one_step(self, bar: Bar) -> None:
         prompts = self.task.training_prompts(self.num_prompts_seen, self.config.training.prompts_per_step)
@@ -128,10 +133,9 @@ class Trainer:
         with self.progress.bar(title, sum(map(len, sets.values()))) as bar:
             yield bar
 
-    def _evaluated(self, step: int) -> bool:
+    def _evaluated(self, *kinds: str) -> bool:
         path = self.log.folder / EVALUATIONS
-        kinds = {"full", "quick"} if step == 0 else {"full"}
-        return path.exists() and any(row["step"] == step and row["kind"] in kinds for row in read_lines(path))
+        return path.exists() and any(row["step"] == self.step and row["kind"] in kinds for row in read_lines(path))
 
     def _save(self) -> None:
         state = {

@@ -8,7 +8,10 @@ from typing import Any
 
 
 class UserError(Exception):
-    """Something the user can mend: shown as one line, without a traceback."""
+    """Something the user can mend: shown as one line, without a traceback. What he typed cannot break that line."""
+
+    def __init__(self, line: str) -> None:
+        super().__init__("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line))
 
 
 @dataclass(frozen=True)

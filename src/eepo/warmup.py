@@ -58,9 +58,12 @@ class Warmup:
                 if settings.checkpoint_every and self.step % settings.checkpoint_every == 0:
                     checkpoint.save(self.checkpoints, self.step, self.policy.model, self.tokenizer, self.optimizer, {})
                     checkpoint.prune(self.checkpoints, keep=1)
-        self._evaluate()
-        model = self.policy.model.to(getattr(torch, settings.save_dtype))
-        return checkpoint.save_final(self.log.folder / "final", model, self.tokenizer)
+        final = self.log.folder / "final"
+        if not final.exists():  # else: a finished warm start, looked at again
+            self._evaluate()
+            model = self.policy.model.to(getattr(torch, settings.save_dtype))
+            checkpoint.save_final(final, model, self.tokenizer)
+        return final
 
     def _one_step(self, pairs: Pairs) -> dict[str, float]:
         started = time.perf_counter()
