@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import tomllib
 import types
 import typing
@@ -141,21 +140,21 @@ def _value(hint: Any, value: Any, bounds: typing.Mapping[str, Any], where: str) 
     )
     for option in options:
         if typing.get_origin(option) is typing.Literal:
-            if value in typing.get_args(option) and isinstance(value, str):
-                return value
-        elif option is float and type(value) in (int, float) and abs(value) < HUGE:
-            return _bounded(float(value), bounds, where, options)
-        elif type(value) is option and (option is not int or abs(value) < HUGE):
-            return _bounded(value, bounds, where, options) if option is int else value
+            fits = isinstance(value, str) and value in typing.get_args(option)
+        elif option in (int, float):
+            fits = type(value) in (int, option) and _within(value, bounds)
+        else:
+            fits = type(value) is option
+        if fits:
+            return float(value) if option is float else value
     raise UserError(f"{where} must be {_allowed(options, bounds)}")
 
 
-def _bounded(value: Any, bounds: typing.Mapping[str, Any], where: str, options: tuple[Any, ...]) -> Any:
+def _within(value: float, bounds: typing.Mapping[str, Any]) -> bool:
+    """False for nan too, which is never smaller than anything."""
     above, least, most = (bounds.get(name) for name in ("above", "least", "most"))
     fits = (above is None or value > above) and (least is None or value >= least) and (most is None or value <= most)
-    if not fits or not math.isfinite(value):
-        raise UserError(f"{where} must be {_allowed(options, bounds)}")
-    return value
+    return fits and abs(value) < HUGE
 
 
 def _allowed(options: tuple[Any, ...], bounds: typing.Mapping[str, Any]) -> str:
