@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import tomllib
 import types
 import typing
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 from eepo.config import RunConfig, WarmupConfig, check_run, check_task
 from eepo.types import UserError
 
-HUGE = 2**63  # no knob is meant to be larger, and torch could not take it
+HUGE = 2**63
 Config = TypeVar("Config", bound=RunConfig | WarmupConfig)
 
 
@@ -151,10 +152,10 @@ def _value(hint: Any, value: Any, bounds: typing.Mapping[str, Any], where: str) 
 
 
 def _within(value: float, bounds: typing.Mapping[str, Any]) -> bool:
-    """False for nan too, which is never smaller than anything."""
+    """Neither nan nor infinite, nor a whole number that torch could not take."""
     above, least, most = (bounds.get(name) for name in ("above", "least", "most"))
     fits = (above is None or value > above) and (least is None or value >= least) and (most is None or value <= most)
-    return fits and abs(value) < HUGE
+    return fits and (abs(value) < HUGE if isinstance(value, int) else math.isfinite(value))
 
 
 def _allowed(options: tuple[Any, ...], bounds: typing.Mapping[str, Any]) -> str:
