@@ -217,3 +217,10 @@ def test_a_dominant_token_has_a_finite_complement(new_model: Any, ragged_pairs: 
     gradients = torch.autograd.grad(scores.complements.sum(), list(policy.model.parameters()))
     assert all(gradient.isfinite().all() for gradient in gradients)
     assert max(gradient.abs().max().item() for gradient in gradients) > 1
+
+
+def test_other_weights_are_refused_where_gradients_are_on(demo_copy: Any) -> None:
+    """The head is recomputed in the backward pass, when θ is back in place: such gradients would be wrong."""
+    policy = Policy(demo_copy)
+    with pytest.raises(ValueError, match="no_grad"):
+        policy.score(None, 1.0, dict(policy.named_weights()))  # type: ignore[arg-type]

@@ -46,7 +46,12 @@ class Policy:
         return micro_batches(pairs, self.micro_batch_tokens, self.device)
 
     def score(self, batch: MicroBatch, temperature: float, weights: Mapping[str, Tensor] | None = None) -> Scores:
-        """Scores of `batch` under θ, or under `weights` in its place (θ′, say) without touching θ."""
+        """Scores of `batch` under θ, or under `weights` in its place (θ′, say) without touching θ.
+
+        Other weights give no gradients: the head is computed again in the backward pass, when θ is back.
+        """
+        if weights is not None and torch.is_grad_enabled():
+            raise ValueError("score(weights=...) is for torch.no_grad(): its gradients would be those of θ's head")
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
             if weights is None:
                 return self._scorer(batch, temperature)
@@ -71,7 +76,7 @@ class Policy:
                 continue
             for name, gradient in zip(names, torch.autograd.grad(value, weights, allow_unused=True), strict=True):
                 if gradient is not None:
-                    total[name] = total[name].add_(gradient) if name in total else gradient
+                    total[name] = total[name] + gradient if name in total else gradient  # two names may share one
         return total
 
 

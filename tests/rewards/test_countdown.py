@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eepo.rewards.countdown import CountdownReward
+from eepo.rewards.countdown import CountdownReward, answer_text
 from eepo.types import Prompt
 
 REWARD = CountdownReward()
@@ -265,3 +265,17 @@ def test_different_values_have_different_keys(one: Tree, other: Tree) -> None:
         return
     if differ:
         assert key(written(one)) != key(written(other))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("so <answer>9</answer> or <answer>1+2</answer> it is", "1+2"),
+        ("<answer>9<answer>1+2</answer>", "1+2"),
+        ("<answer>1+2", "<answer>1+2"),
+        ("1+2</answer>", "1+2</answer>"),
+        ("1+2", "1+2"),
+    ],
+)
+def test_the_last_whole_answer_tag_counts(text: str, expected: str) -> None:
+    assert answer_text(text) == expected

@@ -15,8 +15,7 @@ from eepo.types import Prompt
 
 MAX_CHARACTERS = 200
 MAX_DEPTH = 20
-_TOKEN = re.compile(r"\s*([0-9]{1,4}(?![0-9])|[-+*/()])", re.ASCII)
-_ANSWER = re.compile(r"<answer>(.{0,1000}?)</answer>", re.DOTALL)
+_TOKEN = re.compile(r"[ \t\r\n]*([0-9]{1,4}(?![0-9])|[-+*/()])", re.ASCII)
 
 
 class CountdownReward:
@@ -47,13 +46,14 @@ class Expression:
 
 def answer_text(text: str) -> str:
     """What stands in the last <answer> tag, or all of it where there is none."""
-    tagged = _ANSWER.findall(text[-20_000:])
-    return tagged[-1] if tagged else text
+    before, closed, _ = text.rpartition("</answer>")
+    _, opened, answer = before.rpartition("<answer>")
+    return answer if opened and closed else text
 
 
 def parse_expression(text: str) -> Expression | None:
     """The expression, or None if `text` is not exactly one (or divides by zero)."""
-    text = text.strip()
+    text = text.strip(" \t\r\n")
     if not text or len(text) > MAX_CHARACTERS:
         return None
     tokens = _tokens(text)

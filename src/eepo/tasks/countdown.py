@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import random
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from eepo.config import TaskConfig
@@ -49,14 +49,9 @@ class Countdown:
     def _training_prompt(self, position: int) -> Prompt:
         """Endless fresh problems, or `num_train` of them in an order of its own for each epoch."""
         epoch, place = divmod(position, self.config.num_train) if self.config.num_train else (0, position)
-        index = self._epoch_order(epoch)[place] if self.config.num_train else place
+        index = _epoch_order(self.config.num_train, self.config.seed, epoch)[place] if self.config.num_train else place
         numbers, target, _ = self._draw(f"train/{index}", self._trained, self._held_out)
-        return self._prompt(f"train/{index}", numbers, target)
-
-    def _epoch_order(self, epoch: int) -> list[int]:
-        order = list(range(self.config.num_train))
-        random.Random(f"{self.config.seed}/epoch/{epoch}").shuffle(order)
-        return order
+        return self._prompt(f"train/{epoch}/{index}", numbers, target)  # unique where a step crosses two epochs
 
     def _prompt(self, name: str, numbers: list[int], target: int) -> Prompt:
         text = self.config.template.format(numbers=" ".join(map(str, numbers)), target=target)
@@ -110,6 +105,13 @@ def build_tokenizer(max_number: int = 199) -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=128
     )
+
+
+@lru_cache(maxsize=2)
+def _epoch_order(num_train: int, seed: int, epoch: int) -> list[int]:
+    order = list(range(num_train))
+    random.Random(f"{seed}/epoch/{epoch}").shuffle(order)
+    return order
 
 
 def _identity(numbers: list[int], target: int) -> tuple[tuple[int, ...], int]:
