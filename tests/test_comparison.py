@@ -101,10 +101,12 @@ def test_a_second_call_trains_and_writes_nothing_again(
         for folder in folders
         for name in (METRICS, EVALUATIONS, COMPLETIONS)
     }
-    steps: list[int] = []
-    monkeypatch.setattr(Trainer, "_one_step", lambda self, bar: steps.append(self.step))
+
+    def trains(trainer: Trainer, bar: object) -> None:
+        pytest.fail(f"{trainer.log.folder} is trained again")
+
+    monkeypatch.setattr(Trainer, "_one_step", trains)
     assert compare(both(), 2, out, quiet()) == folders
-    assert steps == []
     after = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in before}
     assert {path: content for path, (_, content) in after.items()} == {path: b for path, (_, b) in before.items()}
     assert {path: time for path, (time, _) in after.items()} == {path: time for path, (time, _) in before.items()}

@@ -188,3 +188,13 @@ def test_the_learning_rate_needs_no_ramp() -> None:
 def test_the_recorded_learning_rate_is_the_schedule(whole: tuple[Path, dict[int, Path]]) -> None:
     recorded = [row["lr"] for row in rows(whole[0], METRICS)]
     assert recorded == [learning_rate(step, 12, 3, 1e-2) for step in range(12)]
+
+
+def test_the_scheduled_learning_rate_is_the_one_used(tmp_path: Path) -> None:
+    """AdamW's first step moves a weight by about the rate, whatever the gradient."""
+    config = tiny(supervised={"num_steps": 1, "learning_rate": 1e-2, "ramp_steps": 100}, task={"num_evaluation": 1})
+    warmup = build_warmup(config, tmp_path / "run", False, quiet())
+    before = {name: weight.clone() for name, weight in warmup.policy.named_weights()}
+    warmup.run()
+    moved = max(float((weight - before[name]).abs().max()) for name, weight in warmup.policy.named_weights())
+    assert moved == pytest.approx(1e-4, rel=0.1)

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import io
+import json
 
 import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from eepo.reports.curves import metric_curve, over_seeds, smooth
+from eepo.reports.curves import evaluation_curve, metric_curve, over_seeds, smooth
 from eepo.reports.figures import cost_figure, pass_at_k_figure
 from eepo.reports.palette import KNOWN, looks
 from eepo.reports.pictures import PICTURES, draw_pictures, image_bytes
@@ -89,3 +90,15 @@ def test_colours_stay_with_their_method():
     alone, among = looks(["mine"]), looks(["mine", "grpo", "eepo", "start"])
     assert alone["mine"] == among["mine"]
     assert len({colour for colour, _ in looks([*KNOWN, "a", "b", "c", "d"]).values()}) == len(KNOWN) + 4
+
+
+def test_a_curve_is_over_the_same_problems_at_every_step(write_run):
+    """The quick look asks 2 problems, the full evaluation 4: its point on the curve is over those 2."""
+    folder = write_run("grpo", correct=[32, 0, 32, 32])
+    lines = [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
+    for row in lines:
+        if row["kind"] == "quick":
+            row["num_problems"] = 2
+    (folder / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    curve = evaluation_curve([read_run(folder)], "in_range", "mean")
+    assert curve.mean[-1] == pytest.approx(0.5)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from eepo.reports.measures import value
+from eepo.reports.measures import problem_values, value
 from eepo.reports.runs import Row, Run
 
 SMOOTHED_FROM = 25  # with fewer points a line is drawn as it is
@@ -72,9 +72,21 @@ def draw(
 
 
 def _evaluated(run: Run, name: str, measure: str) -> dict[int, float]:
-    """By step. Where a quick and a full evaluation meet, the full one counts: it has more problems."""
+    """By step, always over the same problems: a quick evaluation asks the first few of what a full one asks.
+
+    Where both were made at a step, the full one counts: it drew more completions.
+    """
+    rows = [row for row in run.evaluations if row["set"] == name]
+    fewest = min((row["num_problems"] for row in rows), default=0)
     chosen: dict[int, Row] = {}
-    for row in run.evaluations:
-        if row["set"] == name and (row["kind"] == "full" or row["step"] not in chosen):
+    for row in rows:
+        if row["kind"] == "full" or row["step"] not in chosen:
             chosen[row["step"]] = row
-    return {step: found for step, row in sorted(chosen.items()) if (found := value(row, measure)) is not None}
+    found = {step: _over_first(row, measure, fewest) for step, row in sorted(chosen.items())}
+    return {step: number for step, number in found.items() if number is not None}
+
+
+def _over_first(row: Row, measure: str, number: int) -> float | None:
+    """A measure over the row's first `number` problems, where it says how each one went."""
+    values = problem_values(row, measure)[:number]
+    return float(np.mean(values)) if number < row["num_problems"] and len(values) == number else value(row, measure)
