@@ -35,6 +35,8 @@ def save(
 
 def save_final(folder: Path, model: Any, tokenizer: Any) -> Path:
     """The weights alone, for use elsewhere."""
+    for left in folder.parent.glob(f".*{folder.name}.*"):  # by a kill
+        shutil.rmtree(left)
     aside = folder.with_name(f".{folder.name}.{os.getpid()}")
     save_model(aside, model, tokenizer)
     return publish(aside, folder)

@@ -48,9 +48,11 @@ def resolve(path: str) -> str:
     for candidate in (folder, folder / "final"):
         if (candidate / "config.json").is_file():
             return str(candidate)
-    if folder.is_dir() or path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise UserError(f"model.path = \"{path}\": no config.json there; give a model's folder, a run's, or a hub name")
-    return path  # a hub name
+    if folder.is_dir() or path.startswith((".", "/", "~")) or path.count("/") != 1:
+        raise UserError(
+            f'model.path = "{path}": no config.json there; give a folder, a run, or a hub name (owner/name)'
+        )
+    return path
 
 
 def load_tokenizer(config: ModelConfig) -> Any:

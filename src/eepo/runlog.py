@@ -43,7 +43,9 @@ class RunLog:
                 file.write(json.dumps(row, ensure_ascii=True) + "\n")
 
     def rewind(self, step: int) -> None:
-        """Drop every line after `step`, and a torn last one."""
+        """Drop every line after `step`, a torn last one, and what a killed rewind left."""
+        for left in self.folder.glob(".*.jsonl.*"):
+            left.unlink()
         for name in (METRICS, EVALUATIONS, COMPLETIONS):
             path = self.folder / name
             if path.exists():

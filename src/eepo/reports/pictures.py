@@ -44,7 +44,7 @@ PICTURES = (
         "Accuracy and entropy",
         "Accuracy on problems that were not trained on, beside the entropy of the sampled completions; entropy that "
         "falls to nothing while a mean line climbs to its greedy line shows a policy that has settled on one way of "
-        "answering. The last point may be a full evaluation, with more problems than the quick ones before it.",
+        "answering. Every point is over the same problems.",
         collapse_figure,
     ),
     Picture(

@@ -92,12 +92,19 @@ def _two_lines(upper: str, lower: str) -> Text:
 def html_table(rows: Sequence[ComparisonRow]) -> str:
     head = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in headings(rows))
     body = "\n".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells(row, _measures(rows))) + "</tr>" for row in rows
+        "<tr>" + "".join(_html_cell(cell) for cell in cells(row, _measures(rows))) + "</tr>" for row in rows
     )
     return (
         f'<div class="wide"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>\n'
         f'<p class="caption">{escape(table_caption(rows))}</p>'
     )
+
+
+def _html_cell(cell: str) -> str:
+    """The interval under its number, so that the table fits a page."""
+    number, bracket, rest = cell.partition(" [") if cell.endswith("]") else (cell, "", "")
+    below = f'<br><span class="caption">[{escape(rest)}</span>' if bracket else ""
+    return f"<td>{escape(number)}{below}</td>"
 
 
 def markdown_table(rows: Sequence[ComparisonRow]) -> str:
