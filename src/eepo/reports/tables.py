@@ -80,6 +80,7 @@ def _set_table(name: str, rows: Sequence[ComparisonRow]) -> Table:
     table.add_column("time\ndrawn", justify="right")
     for row in rows:
         _, method, seeds, *numbers, seconds, completions = cells(row, measures)
+        seconds = seconds.partition(" [")[0]
         found = [_two_lines(*number.rstrip("]").partition(" [")[::2]) for number in numbers]
         table.add_row(_two_lines(method, seeds), *found, _two_lines(seconds, completions))
     return table
