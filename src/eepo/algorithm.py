@@ -20,7 +20,7 @@ from eepo.metrics import StepMetrics
 from eepo.policy import Policy, Scores
 from eepo.probe import Probe, lr_for_kl
 from eepo.protocols import Reward, RolloutEngine
-from eepo.types import Prompt, Rollout, Sampling, mean_entropy
+from eepo.types import Prompt, Rollout, Sampling, UserError, mean_entropy
 
 
 @dataclass
@@ -85,7 +85,7 @@ class EEPO:
             return unlearn_loss(scores, batch.mask, gate, options) * share if gate.any() else None
 
         gradient = self.policy.gradient(pairs, options.temperature, partial(loss, record=True))
-        if not gradient:
+        if not any(part.any() for part in gradient.values()):  # nothing gated, or all of it saturated
             return
         stage_1 = [row for row, stage in enumerate(rollout.stages * len(rollout.prompts)) if stage == 1]
         probe = Probe(self.policy, pairs, stage_1, options.probe_completions, options.temperature, loss)
@@ -105,9 +105,9 @@ class EEPO:
             reference = None
             if self.reference is not None:
                 with metrics.phase("reference"), torch.no_grad():
-                    reference = self.reference.score(batch, options.temperature).logprobs
+                    reference = self.reference.score(batch, options.temperature, complements=False).logprobs
             with metrics.phase("update"):
-                scores = self.policy.score(batch, options.temperature)
+                scores = self.policy.score(batch, options.temperature, complements=False)
                 sampled = batch.pad([completion.logprobs for _, completion in pairs])  # under the weights that sampled
                 clip = options.clip_low, options.clip_high
                 loss = policy_loss(scores.logprobs, sampled, batch.pick(advantages), batch.mask, *clip)
@@ -118,6 +118,8 @@ class EEPO:
             metrics.record_update(batch, scores, sampled, batch.pick(advantages), rollout.stages * len(rows), clip)
         with metrics.phase("update"):
             norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), self.max_grad_norm)
+            if not norm.isfinite():  # one such step would destroy θ, and the next checkpoints what was good
+                raise UserError(f"the gradient is {float(norm)}: lower unlearn_lr or learning_rate, then --resume")
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         metrics.record_grad_norm(float(norm))

@@ -24,7 +24,13 @@ from eepo.types import UserError
 from eepo.warmup import Warmup
 
 # What may change between a run and its resumption without making it another run.
+# Those of [model] and [rollout] are about memory and place: they may change the last bits, not what is computed.
 FREE_TO_CHANGE = {
+    "model.device",
+    "model.gradient_checkpointing",
+    "model.micro_batch_tokens",
+    "model.head_tokens",
+    "rollout.max_rows",
     "training.num_steps",
     "training.checkpoint_every",
     "training.keep_checkpoints",
@@ -94,7 +100,7 @@ def find_start(config: RunConfig | WarmupConfig, out: Path, resume: bool) -> Pat
         raise UserError(f"--out {out} already holds a run; add --resume to go on with it, or give another folder")
     if written.exists():
         _check_same(config, written)
-    return checkpoint.latest(out / "checkpoints")
+    return checkpoint.latest(out / "checkpoints") if written.exists() else None
 
 
 def open_log(config: RunConfig | WarmupConfig, out: Path, start: Path | None, device: torch.device) -> RunLog:
@@ -102,7 +108,8 @@ def open_log(config: RunConfig | WarmupConfig, out: Path, start: Path | None, de
     log = RunLog(out)
     log.rewind(checkpoint.step_of(start) if start else 0)
     log.write_recipe(recipe.dump(config))
-    log.write_environment(_describe(device))
+    if start is None:
+        log.write_environment(_describe(device))
     return log
 
 
@@ -140,11 +147,12 @@ def _check_same(config: RunConfig | WarmupConfig, written: Path) -> None:
     for (key, old), (_, new) in zip(_flat(before), _flat(config), strict=True):
         if old != new and key not in FREE_TO_CHANGE:
             raise UserError(
-                f"--resume: {key} = {new!r}, but the run in {written.parent} has {old!r}; give another --out"
+                f"{key} = {new!r}, but the run in {written.parent} has {old!r}; "
+                "remove that folder or give another --out"
             )
 
 
-def _flat(config: Any, prefix: str = "") -> list[tuple[str, Any]]:
+def _flat(config: Any) -> list[tuple[str, Any]]:
     items: list[tuple[str, Any]] = []
     for key, value in dataclasses.asdict(config).items():
         items += (
@@ -164,7 +172,10 @@ def _policy(model: Any, config: ModelConfig) -> Policy:
 def _engine(model: Any, tokenizer: Any, config: RolloutConfig) -> TransformersEngine:
     """On a copy of its own, in its own type."""
     dtype = pretrained.pick_dtype(config.dtype, model.device)
-    return TransformersEngine(copy.deepcopy(model).to(dtype), tokenizer, config.max_rows)
+    own = copy.deepcopy(model)
+    for weight in own.parameters():  # not the buffers: rotary frequencies in bf16 turn by radians within 1,000 tokens
+        weight.data = weight.data.to(dtype)
+    return TransformersEngine(own, tokenizer, config.max_rows)
 
 
 def _adamw(model: Any, learning_rate: float, weight_decay: float) -> torch.optim.AdamW:

@@ -181,7 +181,9 @@ def check_run(config: RunConfig) -> str | None:
 
 def check_task(task: TaskConfig) -> str | None:
     try:
-        fields = {name for _, name, _, _ in Formatter().parse(task.template) if name is not None}
+        fields = {
+            f"{name}{spec}{bent or ''}" for _, name, spec, bent in Formatter().parse(task.template) if name is not None
+        }
     except ValueError:
         fields = set()
     if fields != {"numbers", "target"}:

@@ -19,8 +19,9 @@ from eepo.types import Rollout, mean_entropy
 class StepMetrics:
     """Collects; `result()` gives the row for the run log. Times are under `seconds/`, everything else is repeatable."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
         self.values: dict[str, float] = {}
+        self._device = device  # whose work a phase waits for, if it is a GPU
         self.seconds: dict[str, float] = defaultdict(float)
         self._started = time.perf_counter()
         self._num_tokens = 0
@@ -36,8 +37,8 @@ class StepMetrics:
         try:
             yield
         finally:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+            if self._device is not None and self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
             self.seconds[name] += time.perf_counter() - started
 
     def record_rollout(self, rollout: Rollout) -> None:

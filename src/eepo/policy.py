@@ -24,7 +24,7 @@ class Scores:
 
     logprobs: Tensor  # [B, T] log p of the target
     entropies: Tensor  # [B, T] of the full next-token distribution
-    complements: Tensor  # [B, T] log(1 − p), as logsumexp over the other tokens
+    complements: Tensor | None = None  # [B, T] log(1 − p), as logsumexp over the other tokens; only where asked for
 
 
 class Policy:
@@ -45,7 +45,13 @@ class Policy:
     def micro_batches(self, pairs: Sequence[tuple[Prompt, Completion]]) -> Iterator[MicroBatch]:
         return micro_batches(pairs, self.micro_batch_tokens, self.device)
 
-    def score(self, batch: MicroBatch, temperature: float, weights: Mapping[str, Tensor] | None = None) -> Scores:
+    def score(
+        self,
+        batch: MicroBatch,
+        temperature: float,
+        weights: Mapping[str, Tensor] | None = None,
+        complements: bool = True,
+    ) -> Scores:
         """Scores of `batch` under θ, or under `weights` in its place (θ′, say) without touching θ.
 
         Other weights give no gradients: the head is computed again in the backward pass, when θ is back.
@@ -54,9 +60,9 @@ class Policy:
             raise ValueError("score(weights=...) is for torch.no_grad(): its gradients would be those of θ's head")
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
             if weights is None:
-                return self._scorer(batch, temperature)
+                return self._scorer(batch, temperature, complements)
             named = {f"model.{name}": weight for name, weight in weights.items()}
-            return torch.func.functional_call(self._scorer, named, (batch, temperature))
+            return torch.func.functional_call(self._scorer, named, (batch, temperature, complements))
 
     def gradient(
         self,
@@ -88,13 +94,13 @@ class _Scorer(nn.Module):
         self.model: Any = model
         self.head_tokens = head_tokens
 
-    def forward(self, batch: MicroBatch, temperature: float) -> Scores:
+    def forward(self, batch: MicroBatch, temperature: float, complements: bool) -> Scores:
         hidden = self.hidden_states(batch.input_ids, batch.attention_mask)
         index = batch.positions.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
         hidden = hidden.gather(1, index)[batch.mask]  # [N, H]: completion positions only
         targets = batch.targets[batch.mask]
         chunks = [
-            checkpoint(self._head, hidden_chunk, target_chunk, temperature, use_reentrant=False)
+            checkpoint(self._head, hidden_chunk, target_chunk, temperature, complements, use_reentrant=False)
             for hidden_chunk, target_chunk in zip(
                 hidden.split(self.head_tokens), targets.split(self.head_tokens), strict=True
             )
@@ -120,13 +126,15 @@ class _Scorer(nn.Module):
             logits = cap * torch.tanh(logits / cap)
         return logits
 
-    def _head(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    def _head(self, hidden: Tensor, targets: Tensor, temperature: float, complements: bool) -> tuple[Tensor, ...]:
         logits = self.logits(hidden) / temperature
         logprobs = logits.log_softmax(-1)
         entropies = -(logprobs.exp() * logprobs).sum(-1)
+        columns = (logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropies)
+        if not complements:
+            return columns
         others = logits.scatter(1, targets.unsqueeze(1), -torch.inf)
-        complements = others.logsumexp(-1) - logits.logsumexp(-1)
-        return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropies, complements
+        return (*columns, others.logsumexp(-1) - logits.logsumexp(-1))
 
 
 @torch.no_grad()

@@ -65,8 +65,13 @@ def load_model(config: ModelConfig, device: torch.device) -> Any:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        if hasattr(module, "attention_dropout") and isinstance(module.attention_dropout, float):
-            module.attention_dropout = 0.0
+        for name, rate in vars(module).items():
+            if "dropout" in name and isinstance(rate, float):
+                setattr(module, name, 0.0)
+    try:
+        model.generation_config.validate(strict=True)
+    except ValueError:  # sampling numbers without sampling: such a model could not be saved
+        model.generation_config.do_sample = True
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
@@ -89,5 +94,5 @@ def _load(loader: Any, config: ModelConfig, **options: Any) -> Any:
             **options,
         )
     except (OSError, ValueError, SafetensorError) as error:
-        line = str(error).strip().splitlines()[0]
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f'model.path = "{config.path}" could not be loaded: {line}') from error

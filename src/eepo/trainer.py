@@ -77,7 +77,7 @@ class Trainer:
 
     def _one_step(self, bar: Bar) -> None:
         prompts = self.task.training_prompts(self.num_prompts_seen, self.config.training.prompts_per_step)
-        metrics = StepMetrics()
+        metrics = StepMetrics(self.algorithm.policy.device)
         options = self.config.algorithm
         stream = f"train/{self.step + 1}"
         sampling = Sampling(options.temperature, options.max_new_tokens, self.config.training.seed, stream)

@@ -154,3 +154,12 @@ def test_cautions(write_run):
     assert "Not like for like: the runs also differ in task.max_target." in text
     assert "not seeds of one recipe: they differ in algorithm.clip_high" in text
     assert "Only grpo is here" in text
+
+
+def test_unequal_rollouts_are_said(write_run):
+    """prompts_per_step is 4 and 20 steps were made: 8 or 16 completions each."""
+    runs = [read_run(write_run("grpo")), read_run(write_run("more_rollouts"))]
+    assert "equal rollouts" not in summary(runs)
+    recipe = runs[1].folder / "recipe.toml"
+    recipe.write_text(recipe.read_text().replace("group_size = 8", "group_size = 16"))
+    assert "Not at equal rollouts" in summary([runs[0], read_run(runs[1].folder)])

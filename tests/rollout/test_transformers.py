@@ -227,7 +227,7 @@ def test_an_end_in_the_last_place_still_counts_as_finished(
     assert any(completion.finished and len(completion.token_ids) == length for completion in flat(groups))
 
 
-@pytest.mark.parametrize(("configured", "ends"), [(None, {1}), (7, {1, 7}), ([7, 9], {7, 9}), (1, {1})])
+@pytest.mark.parametrize(("configured", "ends"), [(None, {1}), (7, {1, 7}), ([7, 9], {1, 7, 9}), (1, {1})])
 def test_what_counts_as_an_end(configured: Any, ends: set[int], new_model: Any, tokenizer: Any) -> None:
     model = new_model("llama")
     model.generation_config.eos_token_id = configured

@@ -46,6 +46,10 @@ def cautions(runs: Sequence[Run]) -> list[str]:
     if len(final) > 1:
         steps = ", ".join(map(str, sorted(final)))
         sentences.append(f"The full evaluations were made at different steps ({steps}).")
+    drawn = {method: seeds[0].num_completions() for method, seeds in by_method(runs).items()}
+    if len(set(drawn.values())) > 1:
+        numbers = ", ".join(f"{method} {number:,}" for method, number in drawn.items() if number is not None)
+        sentences.append(f"Not at equal rollouts: completions drawn in training are {numbers}.")
     settings = differing_settings(runs)
     judged = [key for key in settings if key.startswith(("model.path", "model.revision", "task.", "evaluation."))]
     if judged:

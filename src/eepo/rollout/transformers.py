@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from eepo.rollout.randomness import row_key, uniforms
-from eepo.types import Completion, Prompt, Sampling
+from eepo.types import Completion, Prompt, Sampling, UserError
 
 COMPACT_BELOW = 0.75  # rows are copied together once fewer than this share of them still run
 
@@ -242,5 +242,8 @@ def _growing_cache(config: Any) -> DynamicCache:
 def _eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
     """Whatever the model or its tokenizer calls an end."""
     configured = model.generation_config.eos_token_id
-    ends = configured if isinstance(configured, list) else [configured, tokenizer.eos_token_id]
-    return sorted({end for end in ends if end is not None})
+    ends = [*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id]
+    found = sorted({end for end in ends if end is not None})
+    if not found:
+        raise UserError("model: neither its generation config nor its tokenizer names an end-of-sequence token")
+    return found

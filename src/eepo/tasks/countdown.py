@@ -56,6 +56,8 @@ class Countdown:
     def _prompt(self, name: str, numbers: list[int], target: int) -> Prompt:
         text = self.config.template.format(numbers=" ".join(map(str, numbers)), target=target)
         ids = tuple(self.tokenizer(text).input_ids)
+        if self.tokenizer.unk_token_id is not None and self.tokenizer.unk_token_id in ids:
+            raise UserError(f"task: the model's tokenizer does not know all of the prompt {text!r}")
         return Prompt(id=f"countdown/{name}", text=text, token_ids=ids, answer={"numbers": numbers, "target": target})
 
     @cached_property

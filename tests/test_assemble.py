@@ -1,0 +1,64 @@
+"""What only shows when a recipe has become objects."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from eepo.assemble import build_trainer
+from eepo.config import AlgorithmConfig, RolloutConfig, RunConfig, TaskConfig, TrainingConfig
+from eepo.metrics import StepMetrics
+from eepo.progress import Progress
+from eepo.trainer import Trainer
+from eepo.types import Sampling, UserError
+
+TINY = RunConfig(
+    task=TaskConfig(num_evaluation=2),
+    algorithm=AlgorithmConfig(group_size=4, max_new_tokens=12, kl_coef=0.0),
+    training=TrainingConfig(num_steps=1, prompts_per_step=4, prompts_per_mini_batch=4, learning_rate=1e-4),
+)
+
+
+def build(config: RunConfig, out: Path) -> Trainer:
+    return build_trainer(config, out, resume=False, progress=Progress(Console(file=io.StringIO())))
+
+
+def test_an_engine_in_bfloat16_rounds_weights_but_not_rotary_frequencies(tmp_path: Path) -> None:
+    """Rounded frequencies turn by radians within a thousand tokens: θ′ would be another model than θ."""
+    trainer = build(dataclasses.replace(TINY, rollout=RolloutConfig(dtype="bfloat16")), tmp_path / "run")
+    engine = trainer.algorithm.engine
+    assert engine.dtype == torch.bfloat16
+    frequencies = dict(engine.model.named_buffers())["model.rotary_emb.inv_freq"]
+    assert frequencies.dtype == torch.float32
+    own = dict(trainer.model.named_buffers())["model.rotary_emb.inv_freq"]
+    assert torch.equal(frequencies, own)
+
+
+def test_a_gradient_that_is_not_a_number_stops_the_run_before_it_reaches_the_weights(tmp_path: Path) -> None:
+    algorithm = build(TINY, tmp_path / "run").algorithm
+    before = {name: weight.clone() for name, weight in algorithm.policy.named_weights()}
+    prompts = build(TINY, tmp_path / "other").task.training_prompts(0, 4)
+    score = algorithm.policy.score
+
+    def broken(batch, temperature, *args, **kwargs):  # type: ignore[no-untyped-def]
+        scores = score(batch, temperature, *args, **kwargs)
+        scores.logprobs = scores.logprobs * torch.nan
+        return scores
+
+    algorithm.options = dataclasses.replace(algorithm.options, gate="never")
+    algorithm.policy.score = broken  # type: ignore[method-assign]
+    with pytest.raises(UserError, match="gradient is nan"):
+        algorithm.step(prompts, Sampling(1.0, 12), StepMetrics())
+    assert all(torch.equal(weight, before[name]) for name, weight in algorithm.policy.named_weights())
+
+
+def test_a_prompt_that_the_tokenizer_does_not_know_is_refused(tmp_path: Path) -> None:
+    far = dataclasses.replace(TINY.task, out_of_range_min_target=300, out_of_range_max_target=500)
+    trainer = build(dataclasses.replace(TINY, task=far), tmp_path / "run")
+    with pytest.raises(UserError, match="tokenizer does not know"):
+        trainer.task.evaluation_sets()
