@@ -62,3 +62,9 @@ def test_a_prompt_that_the_tokenizer_does_not_know_is_refused(tmp_path: Path) ->
     trainer = build(dataclasses.replace(TINY, task=far), tmp_path / "run")
     with pytest.raises(UserError, match="tokenizer does not know"):
         trainer.task.evaluation_sets()
+
+
+def test_completions_longer_than_the_model_has_positions_are_refused(tmp_path: Path) -> None:
+    long = dataclasses.replace(TINY, algorithm=dataclasses.replace(TINY.algorithm, max_new_tokens=128))
+    with pytest.raises(UserError, match="max_new_tokens = 128 must be under the model's 128 positions"):
+        build(long, tmp_path / "run")

@@ -46,6 +46,7 @@ def build_trainer(config: RunConfig, out: Path, resume: bool, progress: Progress
     tokenizer = pretrained.load_tokenizer(config.model)
     reference = pretrained.load_model(config.model, device)
     model = pretrained.load_model(_at(config.model, start), device) if start else copy.deepcopy(reference)
+    check_length(model, config.algorithm.max_new_tokens)
     policy = _policy(model, config.model)
     algorithm = EEPO(
         policy=policy,
@@ -57,7 +58,7 @@ def build_trainer(config: RunConfig, out: Path, resume: bool, progress: Progress
         mini_batch=config.training.prompts_per_mini_batch,
         max_grad_norm=config.training.max_grad_norm,
     )
-    task = TASKS[config.task.name](config.task, tokenizer)
+    task = TASKS[config.task.name](config.task, tokenizer, config.training.seed)
     trainer = Trainer(config, algorithm, task, tokenizer, open_log(config, out, start, device), progress)
     if start:
         trainer.restore(start)
@@ -111,6 +112,13 @@ def open_log(config: RunConfig | WarmupConfig, out: Path, start: Path | None, de
     if start is None:
         log.write_environment(_describe(device))
     return log
+
+
+def check_length(model: Any, max_new_tokens: int) -> None:
+    """Beyond its positions a model writes noise, or fails, in the middle of a run."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions is not None and max_new_tokens >= positions:
+        raise UserError(f"algorithm.max_new_tokens = {max_new_tokens} must be under the model's {positions} positions")
 
 
 def new_model(scratch: ScratchConfig, tokenizer: Any, seed: int) -> Any:

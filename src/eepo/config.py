@@ -42,7 +42,7 @@ class TaskConfig:
     num_train: int = knob(0, least=0)  # 0: a fresh problem every time
     num_evaluation: int = knob(200, least=1)  # problems in each evaluation set
     template: str = "{numbers} = {target} :"
-    seed: int = knob(0, least=0)  # of the problem sets; the run's own seed does not move them
+    seed: int = knob(0, least=0)  # of the problem sets; the run's own seed says which of them come when
 
 
 @dataclass(frozen=True)

@@ -104,10 +104,10 @@ def test_a_demonstration_survives_the_tokenizer(tokenizer: Any) -> None:
 
 
 def test_the_prompt_is_its_template_tokenized(tokenizer: Any) -> None:
-    task = Countdown(TaskConfig(num_evaluation=5, template="make {target} from {numbers}:"), tokenizer)
+    task = Countdown(TaskConfig(num_evaluation=5, template="{target} = ({numbers}) :"), tokenizer)
     for prompt in task.training_prompts(0, 5):
         numbers = " ".join(map(str, prompt.answer["numbers"]))
-        assert prompt.text == f"make {prompt.answer['target']} from {numbers}:"
+        assert prompt.text == f"{prompt.answer['target']} = ({numbers}) :"
         assert prompt.token_ids == tuple(tokenizer(prompt.text).input_ids)
 
 
@@ -139,3 +139,14 @@ def test_impossible_ranges_are_refused(
         task.evaluation_sets()
     with pytest.raises(UserError, match="no countdown problem found"):
         task.training_prompts(0, 1)
+
+
+def test_the_seed_of_a_run_moves_training_prompts_and_leaves_evaluation_alone(tokenizer: Any) -> None:
+    fresh = [Countdown(TaskConfig(num_evaluation=5), tokenizer, seed) for seed in (0, 1)]
+    texts = [[prompt.text for prompt in task.training_prompts(0, 20)] for task in fresh]
+    assert texts[0] != texts[1]
+    assert fresh[0].evaluation_sets() == fresh[1].evaluation_sets()
+    finite = [Countdown(TaskConfig(num_train=20, num_evaluation=5), tokenizer, seed) for seed in (0, 1)]
+    texts = [[prompt.text for prompt in task.training_prompts(0, 20)] for task in finite]
+    assert texts[0] != texts[1]
+    assert sorted(texts[0]) == sorted(texts[1])

@@ -20,9 +20,11 @@ MAX_DRAWS = 100_000  # expressions tried for one problem before the ranges are c
 
 
 class Countdown:
-    def __init__(self, config: TaskConfig, tokenizer: Any) -> None:
+    def __init__(self, config: TaskConfig, tokenizer: Any, order_seed: int = 0) -> None:
+        """`order_seed` is the run's: which fresh problems come, or a finite set's order. Evaluation never moves."""
         self.config = config
         self.tokenizer = tokenizer
+        self.order_seed = order_seed
         self._trained = range(config.min_target, config.max_target + 1)
         self._unseen = range(config.out_of_range_min_target, config.out_of_range_max_target + 1)
 
@@ -48,10 +50,14 @@ class Countdown:
 
     def _training_prompt(self, position: int) -> Prompt:
         """Endless fresh problems, or `num_train` of them in an order of its own for each epoch."""
-        epoch, place = divmod(position, self.config.num_train) if self.config.num_train else (0, position)
-        index = _epoch_order(self.config.num_train, self.config.seed, epoch)[place] if self.config.num_train else place
-        numbers, target, _ = self._draw(f"train/{index}", self._trained, self._held_out)
-        return self._prompt(f"train/{epoch}/{index}", numbers, target)  # unique where a step crosses two epochs
+        if not self.config.num_train:
+            name = draw = f"train/{self.order_seed}/{position}"
+        else:
+            epoch, place = divmod(position, self.config.num_train)
+            index = _epoch_order(self.config.num_train, f"{self.config.seed}/{self.order_seed}/epoch/{epoch}")[place]
+            name, draw = f"train/{epoch}/{index}", f"train/{index}"  # ids are unique where a step crosses two epochs
+        numbers, target, _ = self._draw(draw, self._trained, self._held_out)
+        return self._prompt(name, numbers, target)
 
     def _prompt(self, name: str, numbers: list[int], target: int) -> Prompt:
         text = self.config.template.format(numbers=" ".join(map(str, numbers)), target=target)
@@ -110,9 +116,9 @@ def build_tokenizer(max_number: int = 199) -> Any:
 
 
 @lru_cache(maxsize=2)
-def _epoch_order(num_train: int, seed: int, epoch: int) -> list[int]:
+def _epoch_order(num_train: int, seed: str) -> list[int]:
     order = list(range(num_train))
-    random.Random(f"{seed}/epoch/{epoch}").shuffle(order)
+    random.Random(seed).shuffle(order)
     return order
 
 
