@@ -119,7 +119,10 @@ class EEPO:
         with metrics.phase("update"):
             norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), self.max_grad_norm)
             if not norm.isfinite():  # one such step would destroy θ, and the next checkpoints what was good
-                raise UserError(f"the gradient is {float(norm)}: lower unlearn_lr or learning_rate, then --resume")
+                raise UserError(
+                    f"the gradient is {float(norm)}; begin a new run with a lower unlearn_lr or learning_rate, "
+                    "from a checkpoint of this one if you like (model.path = its folder)"
+                )
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         metrics.record_grad_norm(float(norm))
