@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from eepo import pretrained
-from eepo.config import ModelConfig, TaskConfig
+from eepo.config import CountdownConfig, ModelConfig
 from eepo.tasks.countdown import Countdown, build_tokenizer
 from eepo.types import Completion, Prompt
 
@@ -89,7 +89,7 @@ def demo_copy(demo_model: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def demo_prompts(tokenizer: Any) -> list[Prompt]:
-    return Countdown(TaskConfig(num_evaluation=1), tokenizer).training_prompts(0, 32)
+    return Countdown(CountdownConfig(num_evaluation=1), tokenizer).training_prompts(0, 32)
 
 
 @pytest.fixture(scope="session")

@@ -11,14 +11,14 @@ import torch
 from rich.console import Console
 
 from eepo.assemble import build_trainer
-from eepo.config import AlgorithmConfig, RolloutConfig, RunConfig, TaskConfig, TrainingConfig
+from eepo.config import AlgorithmConfig, CountdownConfig, RolloutConfig, RunConfig, TrainingConfig
 from eepo.metrics import StepMetrics
 from eepo.progress import Progress
 from eepo.trainer import Trainer
 from eepo.types import Sampling, UserError
 
 TINY = RunConfig(
-    task=TaskConfig(num_evaluation=2),
+    task=CountdownConfig(num_evaluation=2),
     algorithm=AlgorithmConfig(group_size=4, max_new_tokens=12, kl_coef=0.0),
     training=TrainingConfig(num_steps=1, prompts_per_step=4, prompts_per_mini_batch=4, learning_rate=1e-4),
 )

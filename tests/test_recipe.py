@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from eepo import recipe
-from eepo.config import AlgorithmConfig, ModelConfig, RunConfig, TaskConfig, TrainingConfig, WarmupConfig
+from eepo.config import AlgorithmConfig, CountdownConfig, ModelConfig, RunConfig, TrainingConfig, WarmupConfig
 from eepo.types import UserError
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -305,7 +305,7 @@ def test_extends_lays_the_file_over_its_base(tmp_path: Path) -> None:
     config = recipe.load_run(path)
     assert config.name == "top"
     assert config.training == TrainingConfig(seed=5, num_steps=2)
-    assert config.task == TaskConfig(seed=9)
+    assert config.task == CountdownConfig(seed=9)
     assert config.evaluation.every == 3
 
 
@@ -434,7 +434,9 @@ def test_a_bad_set_is_refused_in_one_line(override: str, fragments: list[str], t
     ids=ascii,
 )
 def test_any_string_reads_back_from_the_dump(text: str, tmp_path: Path) -> None:
-    config = RunConfig(name=text, model=ModelConfig(path=text), task=TaskConfig(template=text + "{numbers} {target}"))
+    config = RunConfig(
+        name=text, model=ModelConfig(path=text), task=CountdownConfig(template=text + "{numbers} {target}")
+    )
     assert recipe.load_run(write(tmp_path, recipe.dump(config))) == config
 
 

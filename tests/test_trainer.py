@@ -234,7 +234,7 @@ def test_completions_are_written_with_prompt_stage_reward_and_advantage(whole: W
     group = completions[:4]
     assert [row["stage"] for row in group] == [1, 1, 2, 2]
     assert len({row["prompt_id"] for row in group}) == 1
-    keys = {"step", "prompt_id", "prompt", "stage", "reward", "advantage", "text", "finished"}
+    keys = {"step", "prompt_id", "prompt", "stage", "reward", "reason", "advantage", "text", "finished"}
     assert all(row.keys() == keys for row in completions)
     mixed = [row for row in completions if row["advantage"]]
     assert mixed

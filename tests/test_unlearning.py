@@ -19,7 +19,7 @@ from eepo.metrics import StepMetrics
 from eepo.policy import Policy
 from eepo.rewards.countdown import CountdownReward
 from eepo.rollout.transformers import TransformersEngine
-from eepo.types import Completion, Prompt, Rollout, Sampling, mean_entropy
+from eepo.types import Completion, Prompt, Rollout, Sampling, Verdict, mean_entropy
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=24, seed=1, stream="train/0")
 
@@ -280,7 +280,7 @@ def scripted_stage(prompt: Prompt, entropy: float) -> Rollout:
     """Stage 1 of one prompt, whose tokens are said to have this entropy."""
     completions = [Completion(ids, (-0.1,) * len(ids), "", True, (entropy,) * len(ids)) for ids in ((5, 6, 1), (7, 1))]
     rollout = Rollout([prompt])
-    rollout.add_stage(1, [completions], [1.0, 0.0])
+    rollout.add_stage(1, [completions], [Verdict(1.0, "a"), Verdict(0.0, None)])
     return rollout
 
 

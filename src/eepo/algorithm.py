@@ -62,8 +62,8 @@ class EEPO:
             groups = self.engine.generate(rollout.prompts, num_samples, own_draws)
         with metrics.phase("reward"):
             prompts = [prompt for prompt in rollout.prompts for _ in range(num_samples)]
-            rewards = self.reward.grade(prompts, [completion.text for group in groups for completion in group])
-        rollout.add_stage(stage, groups, rewards)
+            verdicts = self.reward.grade(prompts, [completion.text for group in groups for completion in group])
+        rollout.add_stage(stage, groups, verdicts)
 
     def unlearn(self, rollout: Rollout, metrics: StepMetrics) -> None:
         """Stream θ − η ∇L of all completions so far into the engine; θ is only read. Nothing gated: θ′ stays θ."""

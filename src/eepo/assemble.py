@@ -14,10 +14,10 @@ from eepo.algorithm import EEPO
 from eepo.config import ModelConfig, RolloutConfig, RunConfig, ScratchConfig, WarmupConfig
 from eepo.policy import Policy
 from eepo.progress import Progress
-from eepo.rewards import REWARDS
+from eepo.rewards import build_reward
 from eepo.rollout.transformers import TransformersEngine
 from eepo.runlog import RunLog
-from eepo.tasks import TASKS
+from eepo.tasks import build_task
 from eepo.tasks.countdown import build_tokenizer
 from eepo.trainer import Trainer
 from eepo.types import UserError
@@ -31,6 +31,7 @@ FREE_TO_CHANGE = {
     "model.micro_batch_tokens",
     "model.head_tokens",
     "rollout.max_rows",
+    "reward.num_workers",
     "training.num_steps",
     "training.checkpoint_every",
     "training.keep_checkpoints",
@@ -52,13 +53,13 @@ def build_trainer(config: RunConfig, out: Path, resume: bool, progress: Progress
         policy=policy,
         reference=_policy(reference.requires_grad_(False), config.model) if config.algorithm.kl_coef > 0 else None,
         engine=_engine(model, tokenizer, config.rollout),
-        reward=REWARDS[config.task.name](),
+        reward=build_reward(config.reward, config.task),
         optimizer=_adamw(model, config.training.learning_rate, config.training.weight_decay),
         options=config.algorithm,
         mini_batch=config.training.prompts_per_mini_batch,
         max_grad_norm=config.training.max_grad_norm,
     )
-    task = TASKS[config.task.name](config.task, tokenizer, config.training.seed)
+    task = build_task(config.task, tokenizer, config.training.seed)
     trainer = Trainer(config, algorithm, task, tokenizer, open_log(config, out, start, device), progress)
     if start:
         trainer.restore(start)
@@ -80,9 +81,9 @@ def build_warmup(config: WarmupConfig, out: Path, resume: bool, progress: Progre
         config=config,
         policy=_policy(model, config.model),
         engine=_engine(model, tokenizer, config.rollout),
-        reward=REWARDS[config.task.name](),
+        reward=build_reward(config.reward, config.task),
         optimizer=_adamw(model, config.supervised.learning_rate, config.supervised.weight_decay),
-        task=TASKS[config.task.name](config.task, tokenizer),
+        task=build_task(config.task, tokenizer),
         tokenizer=tokenizer,
         log=open_log(config, out, start, device),
         progress=progress,
@@ -151,8 +152,9 @@ def new_model(scratch: ScratchConfig, tokenizer: Any, seed: int) -> Any:
 
 def _check_same(config: RunConfig | WarmupConfig, written: Path) -> None:
     """A resumed run must be the same run: name the first knob that differs."""
-    before = recipe.parse(type(config), recipe.read_toml(written), str(written))
-    for (key, old), (_, new) in zip(_flat(before), _flat(config), strict=True):
+    before = dict(_flat(recipe.parse(type(config), recipe.read_toml(written), str(written))))
+    for key, new in _flat(config):
+        old = before.get(key)
         if old != new and key not in FREE_TO_CHANGE:
             raise UserError(
                 f"{key} = {new!r}, but the run in {written.parent} has {old!r}; "
@@ -183,7 +185,7 @@ def _engine(model: Any, tokenizer: Any, config: RolloutConfig) -> TransformersEn
     own = copy.deepcopy(model)
     for weight in own.parameters():  # not the buffers: rotary frequencies in bf16 turn by radians within 1,000 tokens
         weight.data = weight.data.to(dtype)
-    return TransformersEngine(own, tokenizer, config.max_rows)
+    return TransformersEngine(own, tokenizer, config.max_rows, config.stop)
 
 
 def _adamw(model: Any, learning_rate: float, weight_decay: float) -> torch.optim.AdamW:

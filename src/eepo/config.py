@@ -29,7 +29,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class TaskConfig:
+class CountdownConfig:
     """Which problems. Ranges are inclusive; `out_of_range_*` is only evaluated, never trained on."""
 
     name: Literal["countdown"] = "countdown"
@@ -43,6 +43,64 @@ class TaskConfig:
     num_evaluation: int = knob(200, least=1)  # problems in each evaluation set
     template: str = "{numbers} = {target} :"
     seed: int = knob(0, least=0)  # of the problem sets; the run's own seed says which of them come when
+
+
+@dataclass(frozen=True)
+class SumsConfig:
+    """Sums of whole numbers after some solved ones: a task for a small pretrained model. Drawn afresh, as countdown is.
+
+    Out of range: every number has one digit more than `max_digits`; only evaluated.
+    """
+
+    name: Literal["sums"] = "sums"
+    num_terms: int = knob(2, least=2, most=6)
+    max_digits: int = knob(2, least=1, most=6)
+    num_examples: int = knob(4, least=0, most=32)  # solved sums before the question
+    num_train: int = knob(0, least=0)  # 0: a fresh problem every time
+    num_evaluation: int = knob(200, least=1)
+    seed: int = knob(0, least=0)
+
+
+@dataclass(frozen=True)
+class DatasetConfig:
+    """Problems with answers: .jsonl, .json or .parquet files, or hub data sets (owner/name or owner/name:config)."""
+
+    name: Literal["dataset"] = "dataset"
+    train: str = ""
+    train_split: str = "train"  # of a hub data set
+    evaluation: tuple[str, ...] = ()  # benchmarks by name (math500, amc23, ...), files or hub data sets
+    evaluation_split: str = "test"
+    data_dir: str = ""  # where files, and benchmarks as files, are looked for; empty: here, and the hub
+    problem_column: str = "problem"
+    answer_column: str = "answer"  # a final answer, or a solution that ends in \\boxed{} or ####
+    level_column: str = "level"
+    levels: tuple[int, ...] = ()  # keep only these; empty: all
+    template: str = "boxed"  # boxed: an instruction for base models; chat: the model's own; or a text with {problem}
+    max_prompt_tokens: int = knob(1024, least=1)  # longer prompts are left out, and counted
+
+
+@dataclass(frozen=True)
+class ReasoningGymConfig:
+    """One of reasoning-gym's generators (extra `reasoning_gym`), graded by its own scorer."""
+
+    name: Literal["reasoning_gym"] = "reasoning_gym"
+    dataset: str = "chain_sum"
+    template: str = "boxed"
+    num_evaluation: int = knob(200, least=1)
+    seed: int = knob(0, least=0)
+
+
+TaskConfig = CountdownConfig | SumsConfig | DatasetConfig | ReasoningGymConfig
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """How completions are graded: by the task's own grader, one of ours by name, or the user's `module:function`."""
+
+    name: str = "auto"  # auto | math | exact | countdown | reasoning_gym | module:function
+    num_workers: int = knob(0, least=0, most=256)  # grading processes; 0: one for each core, at most 8
+    cpu_seconds: float = knob(1.0, above=0, most=3600)  # for one completion; over it, its process is killed
+    memory_mb: int = knob(1024, least=64)  # of one grading process, beyond what it starts with
 
 
 @dataclass(frozen=True)
@@ -95,6 +153,7 @@ class RolloutConfig:
     engine: Literal["transformers"] = "transformers"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 on a GPU, else float32
     max_rows: int = knob(1024, least=1)  # completions sampled at the same time
+    stop: str = ""  # a completion also ends with the first token that holds this text; empty: only at its own end
 
 
 @dataclass(frozen=True)
@@ -116,7 +175,8 @@ class RunConfig:
 
     name: str = "run"
     model: ModelConfig = ModelConfig()
-    task: TaskConfig = TaskConfig()
+    task: TaskConfig = CountdownConfig()
+    reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     training: TrainingConfig = TrainingConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -158,7 +218,8 @@ class WarmupConfig:
     name: str = "warmup"
     model: ModelConfig = ModelConfig(path="scratch")
     scratch: ScratchConfig = ScratchConfig()
-    task: TaskConfig = TaskConfig()
+    task: TaskConfig = CountdownConfig()
+    reward: RewardConfig = RewardConfig()
     supervised: SupervisedConfig = SupervisedConfig()
     rollout: RolloutConfig = RolloutConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -180,6 +241,21 @@ def check_run(config: RunConfig) -> str | None:
 
 
 def check_task(task: TaskConfig) -> str | None:
+    if isinstance(task, CountdownConfig):
+        return _check_countdown(task)
+    if isinstance(task, DatasetConfig | ReasoningGymConfig):
+        return check_template(task.template)
+    return None
+
+
+def check_template(template: str) -> str | None:
+    """Only {problem} is replaced, so braces of LaTeX may stand as they are."""
+    if template in ("boxed", "chat") or "{problem}" in template:
+        return None
+    return f'task.template must be "boxed", "chat" or a text with {{problem}}, got {template!r}'
+
+
+def _check_countdown(task: CountdownConfig) -> str | None:
     try:
         fields = {
             f"{name}{spec}{bent or ''}" for _, name, spec, bent in Formatter().parse(task.template) if name is not None

@@ -58,6 +58,7 @@ class StepMetrics:
             "entropy": mean_entropy(everything),
             "length": self._num_tokens / len(everything),
             "truncated_share": sum(not completion.finished for completion in everything) / len(everything),
+            "no_answer_share": _share_without_answer(rollout),
             "zero_advantage_share": sum(not any(group) for group in rollout.advantages) / len(rollout.advantages),
         }
 
@@ -120,6 +121,12 @@ class StepMetrics:
         row["seconds/total"] = total
         row["tokens_per_second"] = self._num_tokens / total
         return row
+
+
+def _share_without_answer(rollout: Rollout) -> float:
+    """Of all completions: gains are often only formatting, and this is where that shows."""
+    verdicts = [verdict for group in rollout.verdicts for verdict in group]
+    return sum(verdict.answer is None for verdict in verdicts) / max(len(verdicts), 1)
 
 
 class _Ratios:

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from eepo.types import Completion, Prompt, Sampling
+from eepo.types import Completion, Prompt, Sampling, Verdict
 
 
 class RolloutEngine(Protocol):
@@ -28,12 +28,8 @@ class RolloutEngine(Protocol):
 class Reward(Protocol):
     """Grades completions. What a model wrote is hostile input: never evaluate it, bound time and memory."""
 
-    def grade(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[float]:
-        """One reward per (prompt, completion text) pair, in order."""
-        ...
-
-    def answer_key(self, prompt: Prompt, text: str) -> str:
-        """Equal for two correct completions that give the same answer: what "distinct correct answers" counts."""
+    def grade(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Verdict]:
+        """One verdict per (prompt, completion text) pair, in order."""
         ...
 
 

@@ -66,7 +66,13 @@ def recipe_folders() -> list[Path]:
 
 
 def _tables(recipe: str | Path, overrides: typing.Sequence[str]) -> dict[str, Any]:
-    tables = read_toml(find(recipe))
+    """`a/model+method` is the method's file, from the same folder if it is there, laid over the model's."""
+    first, *others = str(recipe).split("+") if not Path(recipe).is_file() else [str(recipe)]
+    path = find(first)
+    tables = read_toml(path)
+    for other in others:
+        beside = path.parent / f"{other}.toml"
+        tables = _merged(tables, read_toml(beside if beside.is_file() else find(other)))
     for override in overrides:
         _override(tables, override)
     return tables
@@ -123,13 +129,31 @@ def _read(kind: Any, tables: dict[str, Any], source: str, prefix: str) -> Any:
             )
     values = {}
     for key, value in tables.items():
-        if dataclasses.is_dataclass(hints[key]):
+        kinds = _sections(hints[key])
+        if kinds:
             if not isinstance(value, dict):
                 raise UserError(f"{source}: {prefix}{key} = {_short(value)} must be a section: [{prefix}{key}]")
-            values[key] = _read(hints[key], value, source, f"{prefix}{key}.")
+            chosen = _chosen(kinds, value, f"{source}: {prefix}{key}.name")
+            values[key] = _read(chosen, value, source, f"{prefix}{key}.")
         else:
             values[key] = _value(hints[key], value, fields[key].metadata, f"{source}: {prefix}{key} = {_short(value)}")
     return kind(**values)
+
+
+def _sections(hint: Any) -> list[Any]:
+    """The dataclasses that a section may be: one, or several told apart by their `name`."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    return list(options) if all(dataclasses.is_dataclass(option) for option in options) else []
+
+
+def _chosen(kinds: list[Any], table: dict[str, Any], where: str) -> Any:
+    if len(kinds) == 1 or "name" not in table:
+        return kinds[0]
+    named = {kind.name: kind for kind in kinds}
+    name = table["name"]
+    if not isinstance(name, str) or name not in named:
+        raise UserError(f"{where} = {_short(name)} must be one of {', '.join(map(_toml, named))}")
+    return named[name]
 
 
 def _value(hint: Any, value: Any, bounds: typing.Mapping[str, Any], where: str) -> Any:
@@ -140,6 +164,11 @@ def _value(hint: Any, value: Any, bounds: typing.Mapping[str, Any], where: str) 
         else (hint,)
     )
     for option in options:
+        if typing.get_origin(option) is tuple:
+            kind = typing.get_args(option)[0]
+            if isinstance(value, list | tuple) and all(type(item) is kind for item in value):
+                return tuple(value)
+            continue
         if typing.get_origin(option) is typing.Literal:
             fits = isinstance(value, str) and value in typing.get_args(option)
         elif option in (int, float):
@@ -164,7 +193,9 @@ def _allowed(options: tuple[Any, ...], bounds: typing.Mapping[str, Any]) -> str:
     limits = " and ".join(sign.format(bounds[name]) for name, sign in signs.items() if bounds.get(name) is not None)
     texts = []
     for option in options:
-        if typing.get_origin(option) is typing.Literal:
+        if typing.get_origin(option) is tuple:
+            texts.append(f"a list of {words[typing.get_args(option)[0]].removeprefix('a ')}s")
+        elif typing.get_origin(option) is typing.Literal:
             texts.append("one of " + ", ".join(_toml(choice) for choice in typing.get_args(option)))
         else:
             texts.append(f"{words[option]} {limits}" if limits and option in (int, float) else words[option])

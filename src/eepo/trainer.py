@@ -154,14 +154,15 @@ def _silent(done: int) -> None:
 def _completion_rows(step: int, rollout: Rollout, num_prompts: int) -> Iterator[dict[str, Any]]:
     for row in range(min(num_prompts, len(rollout.prompts))):
         prompt = rollout.prompts[row]
-        columns = zip(rollout.groups[row], rollout.rewards[row], rollout.advantages[row], rollout.stages, strict=True)
-        for completion, reward, advantage, stage in columns:
+        columns = zip(rollout.groups[row], rollout.verdicts[row], rollout.advantages[row], rollout.stages, strict=True)
+        for completion, verdict, advantage, stage in columns:
             yield {
                 "step": step,
                 "prompt_id": prompt.id,
                 "prompt": prompt.text,
                 "stage": stage,
-                "reward": reward,
+                "reward": verdict.reward,
+                "reason": verdict.reason,
                 "advantage": advantage,
                 "text": completion.text,
                 "finished": completion.finished,

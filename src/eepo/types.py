@@ -40,6 +40,15 @@ class Completion:
 
 
 @dataclass(frozen=True)
+class Verdict:
+    """What a grader says of one completion."""
+
+    reward: float
+    answer: str | None  # the answer it gives, in a form that is equal for equal answers; None: no answer was found
+    reason: str = ""  # in a few words: what matched, or why not
+
+
+@dataclass(frozen=True)
 class Sampling:
     """How to sample. A row's draws depend on (seed, stream, prompt id, sample index, position) and nothing else."""
 
@@ -57,19 +66,22 @@ class Rollout:
     prompts: list[Prompt]  # [Q]
     groups: list[list[Completion]] = field(default_factory=list)  # [Q][G]
     rewards: list[list[float]] = field(default_factory=list)  # [Q][G]
+    verdicts: list[list[Verdict]] = field(default_factory=list)  # [Q][G], the rewards' reasons
     stages: list[int] = field(default_factory=list)  # [G], from 1: which stage each place of a group comes from
     advantages: list[list[float]] = field(default_factory=list)  # [Q][G]
 
-    def add_stage(self, stage: int, groups: list[list[Completion]], rewards: list[float]) -> None:
-        """Append n completions to every group; `rewards` is flat, [Q · n]."""
+    def add_stage(self, stage: int, groups: list[list[Completion]], verdicts: list[Verdict]) -> None:
+        """Append n completions to every group; `verdicts` is flat, [Q · n]."""
         num_samples = len(groups[0])
         for row, group in enumerate(groups):
-            graded = rewards[row * num_samples : (row + 1) * num_samples]
+            graded = verdicts[row * num_samples : (row + 1) * num_samples]
             if stage == 1:
                 self.groups.append([])
                 self.rewards.append([])
+                self.verdicts.append([])
             self.groups[row] += group
-            self.rewards[row] += graded
+            self.rewards[row] += [verdict.reward for verdict in graded]
+            self.verdicts[row] += graded
         self.stages += [stage] * num_samples
 
     def pairs(self, rows: Iterable[int]) -> list[tuple[Prompt, Completion]]:

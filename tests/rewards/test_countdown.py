@@ -22,11 +22,11 @@ def ask(*numbers: int, target: Any) -> Prompt:
 
 
 def grade(text: str, *numbers: int, target: Any) -> float:
-    return REWARD.grade([ask(*numbers, target=target)], [text])[0]
+    return REWARD.grade([ask(*numbers, target=target)], [text])[0].reward
 
 
-def key(text: str) -> str:
-    return REWARD.answer_key(ask(1, target=1), text)
+def key(text: str) -> str | None:
+    return REWARD.grade([ask(1, target=1)], [text])[0].answer
 
 
 @pytest.mark.parametrize(
@@ -144,8 +144,7 @@ def test_anything_else_earns_nothing(text: str, numbers: tuple[int, ...], target
 def test_hostile_completions_earn_nothing_and_cost_little(text: str) -> None:
     prompt = ask(1, 2, target=3)
     started = time.process_time()
-    assert REWARD.grade([prompt], [text]) == [0.0]
-    assert isinstance(REWARD.answer_key(prompt, text), str)
+    assert REWARD.grade([prompt], [text])[0].reward == 0.0
     assert time.process_time() - started < 0.5
 
 
@@ -155,7 +154,8 @@ def test_twenty_brackets_are_still_read() -> None:
 
 def test_grades_come_in_order() -> None:
     prompts = [ask(1, 2, target=3), ask(1, 2, target=2), ask(1, 2, target=3)]
-    assert REWARD.grade(prompts, ["1+2", "1+2", "2+1"]) == [1.0, 0.0, 1.0]
+    verdicts = REWARD.grade(prompts, ["1+2", "1+2", "2+1"])
+    assert [verdict.reward for verdict in verdicts] == [1.0, 0.0, 1.0]
 
 
 def test_texts_and_prompts_must_pair() -> None:

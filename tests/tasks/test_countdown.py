@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from eepo.config import TaskConfig
+from eepo.config import CountdownConfig
 from eepo.rewards.countdown import CountdownReward
 from eepo.tasks.countdown import Countdown
 from eepo.types import Prompt, UserError
 
 # So few problems exist that training would meet the evaluation's, were they not held out.
-CROWDED = TaskConfig(
+CROWDED = CountdownConfig(
     num_numbers=2,
     max_number=9,
     min_target=1,
@@ -31,7 +31,7 @@ def identities(prompts: list[Prompt]) -> set[tuple[tuple[int, ...], int]]:
 
 
 def test_training_prompts_are_a_pure_function_of_position(tokenizer: Any) -> None:
-    config = TaskConfig(num_evaluation=5)
+    config = CountdownConfig(num_evaluation=5)
     task = Countdown(config, tokenizer)
     whole = task.training_prompts(0, 12)
     assert task.training_prompts(5, 3) == whole[5:8]
@@ -42,20 +42,20 @@ def test_training_prompts_are_a_pure_function_of_position(tokenizer: Any) -> Non
 
 
 def test_fresh_problems_have_fresh_ids(tokenizer: Any) -> None:
-    prompts = Countdown(TaskConfig(num_evaluation=5), tokenizer).training_prompts(0, 50)
+    prompts = Countdown(CountdownConfig(num_evaluation=5), tokenizer).training_prompts(0, 50)
     assert len({prompt.id for prompt in prompts}) == 50
     assert len(identities(prompts)) > 45
 
 
 def test_the_seed_moves_every_set(tokenizer: Any) -> None:
-    one, other = (Countdown(replace(TaskConfig(num_evaluation=10), seed=seed), tokenizer) for seed in (0, 1))
+    one, other = (Countdown(replace(CountdownConfig(num_evaluation=10), seed=seed), tokenizer) for seed in (0, 1))
     assert identities(one.training_prompts(0, 10)) != identities(other.training_prompts(0, 10))
     for name in ("in_range", "out_of_range"):
         assert identities(one.evaluation_sets()[name]) != identities(other.evaluation_sets()[name])
 
 
 def test_a_longer_evaluation_set_begins_with_the_shorter_one(tokenizer: Any) -> None:
-    short, long = (Countdown(TaskConfig(num_evaluation=n), tokenizer).evaluation_sets() for n in (5, 9))
+    short, long = (Countdown(CountdownConfig(num_evaluation=n), tokenizer).evaluation_sets() for n in (5, 9))
     assert long["in_range"][:5] == short["in_range"]
 
 
@@ -71,7 +71,7 @@ def test_evaluation_problems_never_occur_in_training_or_demonstrations(tokenizer
 
 
 def test_targets_and_numbers_stay_in_their_ranges(tokenizer: Any) -> None:
-    config = TaskConfig(num_evaluation=40)
+    config = CountdownConfig(num_evaluation=40)
     task = Countdown(config, tokenizer)
     sets = task.evaluation_sets()
     assert list(sets) == ["in_range", "out_of_range"]
@@ -90,21 +90,21 @@ def test_both_ends_of_every_range_are_drawn(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("num_numbers", [2, 4, 6])
 def test_every_demonstration_earns_the_reward(num_numbers: int, tokenizer: Any) -> None:
-    task = Countdown(TaskConfig(num_numbers=num_numbers, num_evaluation=5), tokenizer)
+    task = Countdown(CountdownConfig(num_numbers=num_numbers, num_evaluation=5), tokenizer)
     prompts, expressions = zip(*task.demonstrations(0, 200), strict=True)
-    assert CountdownReward().grade(prompts, expressions) == [1.0] * 200
+    assert [v.reward for v in CountdownReward().grade(prompts, expressions)] == [1.0] * 200
     targets = Counter(prompt.answer["target"] <= 60 for prompt in prompts)
     assert targets == {True: 100, False: 100}  # a warm start sees both ranges
 
 
 def test_a_demonstration_survives_the_tokenizer(tokenizer: Any) -> None:
-    task = Countdown(TaskConfig(num_evaluation=5), tokenizer)
+    task = Countdown(CountdownConfig(num_evaluation=5), tokenizer)
     for _, expression in task.demonstrations(0, 50):
         assert tokenizer.decode(tokenizer(expression).input_ids) == expression
 
 
 def test_the_prompt_is_its_template_tokenized(tokenizer: Any) -> None:
-    task = Countdown(TaskConfig(num_evaluation=5, template="{target} = ({numbers}) :"), tokenizer)
+    task = Countdown(CountdownConfig(num_evaluation=5, template="{target} = ({numbers}) :"), tokenizer)
     for prompt in task.training_prompts(0, 5):
         numbers = " ".join(map(str, prompt.answer["numbers"]))
         assert prompt.text == f"{prompt.answer['target']} = ({numbers}) :"
@@ -112,7 +112,7 @@ def test_the_prompt_is_its_template_tokenized(tokenizer: Any) -> None:
 
 
 def test_each_epoch_covers_every_problem_once_in_an_order_of_its_own(tokenizer: Any) -> None:
-    task = Countdown(TaskConfig(num_train=15, num_evaluation=5), tokenizer)
+    task = Countdown(CountdownConfig(num_train=15, num_evaluation=5), tokenizer)
     epochs = [task.training_prompts(15 * epoch, 15) for epoch in range(3)]
     texts = [[prompt.text for prompt in epoch] for epoch in epochs]
     assert all(len(set(epoch)) == 15 for epoch in texts)
@@ -134,7 +134,7 @@ def test_impossible_ranges_are_refused(
     impossible: dict[str, int], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("eepo.tasks.countdown.MAX_DRAWS", 2000)
-    task = Countdown(replace(TaskConfig(num_evaluation=5), **impossible), tokenizer)
+    task = Countdown(replace(CountdownConfig(num_evaluation=5), **impossible), tokenizer)
     with pytest.raises(UserError, match="no countdown problem found"):
         task.evaluation_sets()
     with pytest.raises(UserError, match="no countdown problem found"):
@@ -142,11 +142,11 @@ def test_impossible_ranges_are_refused(
 
 
 def test_the_seed_of_a_run_moves_training_prompts_and_leaves_evaluation_alone(tokenizer: Any) -> None:
-    fresh = [Countdown(TaskConfig(num_evaluation=5), tokenizer, seed) for seed in (0, 1)]
+    fresh = [Countdown(CountdownConfig(num_evaluation=5), tokenizer, seed) for seed in (0, 1)]
     texts = [[prompt.text for prompt in task.training_prompts(0, 20)] for task in fresh]
     assert texts[0] != texts[1]
     assert fresh[0].evaluation_sets() == fresh[1].evaluation_sets()
-    finite = [Countdown(TaskConfig(num_train=20, num_evaluation=5), tokenizer, seed) for seed in (0, 1)]
+    finite = [Countdown(CountdownConfig(num_train=20, num_evaluation=5), tokenizer, seed) for seed in (0, 1)]
     texts = [[prompt.text for prompt in task.training_prompts(0, 20)] for task in finite]
     assert texts[0] != texts[1]
     assert sorted(texts[0]) == sorted(texts[1])

@@ -78,17 +78,17 @@ def _grade(
     reward: Reward, prompts: list[Prompt], greedy: list[list[Completion]], groups: list[list[Completion]]
 ) -> list[ProblemResult]:
     pairs = [(prompt, c.text) for prompt, one, group in zip(prompts, greedy, groups, strict=True) for c in one + group]
-    rewards = iter(reward.grade([prompt for prompt, _ in pairs], [text for _, text in pairs]))
+    verdicts = iter(reward.grade([prompt for prompt, _ in pairs], [text for _, text in pairs]))
     results = []
     for prompt, group in zip(prompts, groups, strict=True):
-        greedy_right = next(rewards) > 0
-        right = [completion for completion in group if next(rewards) > 0]
+        greedy_right = next(verdicts).reward > 0
+        right = [verdict for verdict in (next(verdicts) for _ in group) if verdict.reward > 0]
         results.append(
             ProblemResult(
                 id=prompt.id,
                 greedy=greedy_right,
                 correct=len(right),
-                distinct=len({reward.answer_key(prompt, completion.text) for completion in right}),
+                distinct=len({verdict.answer for verdict in right}),
                 length=sum(len(completion.token_ids) for completion in group) / len(group),
                 truncated=sum(not completion.finished for completion in group),
             )

@@ -7,11 +7,12 @@ numbers are bounded, so no completion can cost more than microseconds.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
-from eepo.types import Prompt
+from eepo.types import Prompt, Verdict
 
 MAX_CHARACTERS = 200
 MAX_DEPTH = 20
@@ -19,22 +20,19 @@ _TOKEN = re.compile(r"[ \t\r\n]*([0-9]{1,4}(?![0-9])|[-+*/()])", re.ASCII)
 
 
 class CountdownReward:
-    def grade(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[float]:
-        return [float(self._correct(prompt, text)) for prompt, text in zip(prompts, texts, strict=True)]
+    def grade(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Verdict]:
+        return [self._verdict(prompt.answer, text) for prompt, text in zip(prompts, texts, strict=True)]
 
-    def answer_key(self, prompt: Prompt, text: str) -> str:
-        """The expression with the order of sums and products settled: 2+3*4 and 4*3+2 are the same answer."""
-        expression = parse_expression(answer_text(text))
-        return expression.canonical if expression else text
-
-    def _correct(self, prompt: Prompt, text: str) -> bool:
+    def _verdict(self, problem: Mapping[str, Any], text: str) -> Verdict:
+        """The answer is the expression with the order of sums and products settled: 2+3*4 and 4*3+2 are one."""
         expression = parse_expression(answer_text(text))
         if expression is None:
-            return False
-        return (
-            sorted(expression.numbers) == sorted(prompt.answer["numbers"])
-            and expression.value == prompt.answer["target"]
-        )
+            return Verdict(0.0, None, "no expression found")
+        if sorted(expression.numbers) != sorted(problem["numbers"]):
+            return Verdict(0.0, expression.canonical, "other numbers")
+        if expression.value != problem["target"]:
+            return Verdict(0.0, expression.canonical, "misses the target")
+        return Verdict(1.0, expression.canonical, "hits the target")
 
 
 @dataclass(frozen=True)

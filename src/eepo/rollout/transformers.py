@@ -24,14 +24,15 @@ COMPACT_BELOW = 0.75  # rows are copied together once fewer than this share of t
 class TransformersEngine:
     """Owns `model`: give it a copy that nobody trains."""
 
-    def __init__(self, model: Any, tokenizer: Any, max_rows: int = 1024) -> None:
+    def __init__(self, model: Any, tokenizer: Any, max_rows: int = 1024, stop: str = "") -> None:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.max_rows = max_rows
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         self._weights = dict(model.named_parameters())
-        self._eos = torch.tensor(_eos_token_ids(model, tokenizer), device=self.device)
+        ends = _eos_token_ids(model, tokenizer) + tokens_with(stop, tokenizer)
+        self._eos = torch.tensor(ends, device=self.device)
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -237,6 +238,16 @@ def _growing_cache(config: Any) -> DynamicCache:
     if not cache.layers:
         cache.layer_class_to_replicate = _GrowingLayer
     return cache
+
+
+def tokens_with(stop: str, tokenizer: Any) -> list[int]:
+    """Every token whose text holds `stop`; a text that no single token holds is refused, as it would never stop."""
+    if not stop:
+        return []
+    found = [token for token in range(len(tokenizer)) if stop in tokenizer.decode([token])]
+    if not found:
+        raise UserError(f"rollout.stop = {stop!r}: no token of the model's vocabulary holds this text")
+    return found
 
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> list[int]:

@@ -12,7 +12,7 @@ import random
 from functools import cached_property, lru_cache
 from typing import Any
 
-from eepo.config import TaskConfig
+from eepo.config import CountdownConfig
 from eepo.types import Prompt, UserError
 
 _APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
@@ -20,7 +20,7 @@ MAX_DRAWS = 100_000  # expressions tried for one problem before the ranges are c
 
 
 class Countdown:
-    def __init__(self, config: TaskConfig, tokenizer: Any, order_seed: int = 0) -> None:
+    def __init__(self, config: CountdownConfig, tokenizer: Any, order_seed: int = 0) -> None:
         """`order_seed` is the run's: which fresh problems come, or a finite set's order. Evaluation never moves."""
         self.config = config
         self.tokenizer = tokenizer
