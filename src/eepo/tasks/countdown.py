@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import operator
 import random
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 from eepo.config import CountdownConfig
+from eepo.tasks.order import place
 from eepo.types import Prompt, UserError
 
 _APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
@@ -53,8 +54,7 @@ class Countdown:
         if not self.config.num_train:
             name = draw = f"train/{self.order_seed}/{position}"
         else:
-            epoch, place = divmod(position, self.config.num_train)
-            index = _epoch_order(self.config.num_train, f"{self.config.seed}/{self.order_seed}/epoch/{epoch}")[place]
+            epoch, index = place(position, self.config.num_train, f"{self.config.seed}/{self.order_seed}")
             name, draw = f"train/{epoch}/{index}", f"train/{index}"  # ids are unique where a step crosses two epochs
         numbers, target, _ = self._draw(draw, self._trained, self._held_out)
         return self._prompt(name, numbers, target)
@@ -113,13 +113,6 @@ def build_tokenizer(max_number: int = 199) -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=128
     )
-
-
-@lru_cache(maxsize=2)
-def _epoch_order(num_train: int, seed: str) -> list[int]:
-    order = list(range(num_train))
-    random.Random(seed).shuffle(order)
-    return order
 
 
 def _identity(numbers: list[int], target: int) -> tuple[tuple[int, ...], int]:
