@@ -5,12 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eepo.estimates import bootstrap_interval, pass_at_k, powers_of_two, seed_interval
+from eepo.estimates import (
+    bootstrap_interval,
+    grouped_bootstrap_interval,
+    majority,
+    pass_at_k,
+    powers_of_two,
+    seed_interval,
+)
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 5, 8])
@@ -21,6 +29,21 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_sample(num_samples: in
             subsets = list(itertools.combinations(marks, k))
             expected = sum(any(subset) for subset in subsets) / len(subsets)
             assert pass_at_k(num_samples, num_correct, k) == pytest.approx(expected, abs=1e-12)
+
+
+@given(st.integers(1, 400), st.data())
+def test_pass_at_k_is_the_exact_quotient_of_binomials(num_samples: int, data: st.DataObject) -> None:
+    num_correct, k = data.draw(st.integers(0, num_samples)), data.draw(st.integers(1, num_samples))
+    without = Fraction(math.comb(num_samples - num_correct, k), math.comb(num_samples, k))
+    assert pass_at_k(num_samples, num_correct, k) == pytest.approx(float(1 - without), abs=1e-11)
+
+
+def test_pass_at_k_is_unbiased_where_the_plain_estimate_is_not() -> None:
+    """Over all outcomes of 6 draws that are right with p = 0.2, its mean is 1 − 0.8^k."""
+    for k in range(1, 7):
+        chances = [math.comb(6, right) * 0.2**right * 0.8 ** (6 - right) for right in range(7)]
+        mean = sum(chance * pass_at_k(6, right, k) for right, chance in enumerate(chances))
+        assert mean == pytest.approx(1 - 0.8**k, abs=1e-12)
 
 
 @given(st.integers(1, 200), st.data())
@@ -52,6 +75,52 @@ def test_bootstrap_interval_is_the_normal_one_for_many_problems() -> None:
     half = 1.96 * math.sqrt(0.3 * 0.7 / 400)
     assert low == pytest.approx(0.3 - half, abs=0.005)
     assert high == pytest.approx(0.3 + half, abs=0.005)
+
+
+def test_bootstrap_interval_covers_the_mean_of_a_known_distribution_95_times_in_100() -> None:
+    """Pass rates that are Beta(2, 3) over problems, mean 0.4; the interval is a little narrow at 60 problems."""
+    rng = random.Random(0)
+    covered = 0
+    for seed in range(600):
+        low, high = bootstrap_interval([rng.betavariate(2, 3) for _ in range(60)], draws=500, seed=seed)
+        covered += low <= 0.4 <= high
+    assert covered / 600 == pytest.approx(0.945, abs=0.025)
+
+
+def test_grouped_bootstrap_is_over_the_problems_of_each_group() -> None:
+    """Deviation of (m₁ + m₂) / 2 is ½ √(s₁²/n₁ + s₂²/n₂); between the groups nothing is drawn."""
+    small, large = [1.0, 0.0] * 15, [1.0] * 100 + [0.0] * 300
+    low, high = grouped_bootstrap_interval([small, large], draws=4000)
+    half = 1.96 * math.sqrt(0.25 / 30 + 0.1875 / 400) / 2
+    assert low == pytest.approx(0.375 - half, abs=0.01)
+    assert high == pytest.approx(0.375 + half, abs=0.01)
+    assert grouped_bootstrap_interval([[0.0] * 9, [1.0] * 5]) == (0.5, 0.5)
+
+
+def test_groups_of_one_size_are_drawn_apart() -> None:
+    values = [1.0, 0.0] * 20
+    low, high = bootstrap_interval(values)
+    apart_low, apart_high = grouped_bootstrap_interval([values] * 4)
+    assert apart_high - apart_low == pytest.approx((high - low) / 2, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("votes", "expected"),
+    [
+        ("a+ a+ b- c-", 1.0),
+        ("a+ b- b- c-", 0.0),
+        ("a+ a+ b- b-", 0.5),
+        ("a+ b- c-", 1 / 3),
+        (". . . a+", 1.0),  # completions without an answer do not vote
+        (". . .", 0.0),
+        ("a+ a- b-", 0.5),  # a grader of two minds about one answer
+        ("", 0.0),
+    ],
+)
+def test_majority_shares_ties(votes: str, expected: float) -> None:
+    words = votes.split()
+    answers = [None if word == "." else word[0] for word in words]
+    assert majority(answers, [word.endswith("+") for word in words]) == pytest.approx(expected)
 
 
 def test_bootstrap_interval_has_no_width_without_spread() -> None:

@@ -155,3 +155,18 @@ def test_the_engine_samples_in_bfloat16_on_a_gpu_and_in_float32_elsewhere() -> N
     assert pretrained.pick_dtype("auto", CPU) is torch.float32
     assert pretrained.pick_dtype("auto", torch.device("cuda")) is torch.bfloat16
     assert pretrained.pick_dtype("float16", CPU) is torch.float16
+
+
+def test_a_run_that_is_not_finished_means_its_newest_checkpoint(tmp_path: Path) -> None:
+    for step in (8, 40, 16):
+        builtin_copy(tmp_path / "run" / "checkpoints" / f"step-{step:06d}")
+    assert pretrained.resolve(str(tmp_path / "run")) == str(tmp_path / "run" / "checkpoints" / "step-000040")
+    builtin_copy(tmp_path / "run" / "final")
+    assert pretrained.resolve(str(tmp_path / "run")) == str(tmp_path / "run" / "final")
+
+
+def test_a_model_loaded_in_bfloat16_keeps_its_rotary_frequencies() -> None:
+    model = pretrained.load_model(ModelConfig(), CPU, torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    exact = pretrained.load_model(ModelConfig(), CPU).model.rotary_emb.inv_freq
+    assert torch.equal(model.model.rotary_emb.inv_freq, exact)

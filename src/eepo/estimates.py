@@ -23,13 +23,36 @@ def powers_of_two(most: int) -> list[int]:
     return ks if ks[-1] == most else [*ks, most]
 
 
+def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
+    """Chance that the most common answer is right, ties broken at random; completions without an answer do not vote.
+
+    Correctness belongs to completions: where a grader passes only some that give one answer, their share counts.
+    """
+    votes: dict[str, list[bool]] = {}
+    for answer, right in zip(answers, correct, strict=True):
+        if answer is not None:
+            votes.setdefault(answer, []).append(right)
+    most = max(map(len, votes.values()), default=0)
+    leaders = [marks for marks in votes.values() if len(marks) == most]
+    return sum(sum(marks) / most for marks in leaders) / len(leaders) if leaders else 0.0
+
+
 def bootstrap_interval(values: Sequence[float], draws: int = 2000, seed: int = 0) -> tuple[float, float]:
     """95 % interval of the mean, over problems."""
-    array = np.asarray(values, dtype=float)
-    if len(array) < 2:
-        return float(array.mean()), float(array.mean())
-    picks = np.random.default_rng(seed).integers(0, len(array), (draws, len(array)))
-    low, high = np.quantile(array[picks].mean(1), [0.025, 0.975])
+    return grouped_bootstrap_interval([values], draws, seed)
+
+
+def grouped_bootstrap_interval(
+    groups: Sequence[Sequence[float]], draws: int = 2000, seed: int = 0
+) -> tuple[float, float]:
+    """95 % interval of the mean of the groups' means: which groups is given, each group's problems are drawn again."""
+    generator = np.random.default_rng(seed)
+    means = np.zeros(draws)
+    for group in groups:
+        array = np.asarray(group, dtype=float)
+        picks = generator.integers(0, len(array), (draws, len(array)))
+        means += array[picks].mean(1) / len(groups)
+    low, high = np.quantile(means, [0.025, 0.975])
     return float(low), float(high)
 
 

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from eepo import checkpoint
 from eepo.config import ModelConfig
 from eepo.types import UserError
 
@@ -37,7 +38,7 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def resolve(path: str) -> str:
-    """The folder or hub name behind a recipe's `model.path`. A run's folder means its last weights."""
+    """The folder or hub name behind a recipe's `model.path`. A run's folder means its last weights, finished or not."""
     if path.startswith("builtin:"):
         folder = BUILTIN / path.removeprefix("builtin:")
         if not folder.is_dir():
@@ -45,8 +46,8 @@ def resolve(path: str) -> str:
             raise UserError(f'model.path = "{path}": no such built-in model; allowed: {names}')
         return str(folder)
     folder = Path(path).expanduser()
-    for candidate in (folder, folder / "final"):
-        if (candidate / "config.json").is_file():
+    for candidate in (folder, folder / "final", checkpoint.latest(folder / "checkpoints")):
+        if candidate is not None and (candidate / "config.json").is_file():
             return str(candidate)
     if folder.is_dir() or path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise UserError(
@@ -59,9 +60,9 @@ def load_tokenizer(config: ModelConfig) -> Any:
     return _load(AutoTokenizer, config)
 
 
-def load_model(config: ModelConfig, device: torch.device) -> Any:
+def load_model(config: ModelConfig, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
     """In fp32, in which the policy lives; dropout off, so that training and sampling are the same function."""
-    model = _load(AutoModelForCausalLM, config, dtype=torch.float32).to(device)
+    model = _load(AutoModelForCausalLM, config, dtype=dtype).to(device)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
