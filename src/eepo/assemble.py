@@ -11,16 +11,29 @@ import torch
 
 from eepo import checkpoint, pretrained, recipe
 from eepo.algorithm import EEPO
-from eepo.config import ModelConfig, RolloutConfig, RunConfig, ScratchConfig, WarmupConfig
+from eepo.config import (
+    DatasetConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    ScratchConfig,
+    TaskConfig,
+    WarmupConfig,
+)
+from eepo.evaluation.benchmarks import BenchmarkEvaluation, BenchmarkOptions, weights_digest
+from eepo.evaluation.sets import PromptSet, load_sets, pick_template, prompt_sets, run_tables
+from eepo.evaluation.store import Store
 from eepo.policy import Policy
 from eepo.progress import Progress
+from eepo.protocols import Task
 from eepo.rewards import build_reward
 from eepo.rollout.transformers import TransformersEngine
 from eepo.runlog import RunLog
 from eepo.tasks import build_task
 from eepo.tasks.countdown import build_tokenizer
 from eepo.trainer import Trainer
-from eepo.types import UserError
+from eepo.types import Sampling, UserError
 from eepo.warmup import Warmup
 
 # What may change between a run and its resumption without making it another run.
@@ -59,7 +72,7 @@ def build_trainer(config: RunConfig, out: Path, resume: bool, progress: Progress
         mini_batch=config.training.prompts_per_mini_batch,
         max_grad_norm=config.training.max_grad_norm,
     )
-    task = build_task(config.task, tokenizer, config.training.seed)
+    task = _task(config.task, tokenizer, config.training.seed, progress)
     trainer = Trainer(config, algorithm, task, tokenizer, open_log(config, out, start, device), progress)
     if start:
         trainer.restore(start)
@@ -83,7 +96,7 @@ def build_warmup(config: WarmupConfig, out: Path, resume: bool, progress: Progre
         engine=_engine(model, tokenizer, config.rollout),
         reward=build_reward(config.reward, config.task),
         optimizer=_adamw(model, config.supervised.learning_rate, config.supervised.weight_decay),
-        task=build_task(config.task, tokenizer),
+        task=_task(config.task, tokenizer, 0, progress),
         tokenizer=tokenizer,
         log=open_log(config, out, start, device),
         progress=progress,
@@ -91,6 +104,50 @@ def build_warmup(config: WarmupConfig, out: Path, resume: bool, progress: Progre
     if start:
         warmup.restore(start)
     return warmup
+
+
+def build_evaluation(options: BenchmarkOptions, out: Path, progress: Progress) -> BenchmarkEvaluation:
+    """On benchmarks, from the start or where the one in `out` was stopped. Mistakes show before weights are loaded."""
+    problems = load_sets(options.benchmarks, options.data_dir, options.limit)
+    tables = run_tables(options.model)
+    template, stop = pick_template(options.template, tables), tables.get("rollout", {}).get("stop", "")
+    where = ModelConfig(options.model, options.revision, options.trust_remote_code, options.device)
+    device, tokenizer = pretrained.pick_device(where.device), pretrained.load_tokenizer(where)
+    if tokenizer.chat_template and options.template is None:
+        progress.say(f'prompts are in template "{template}"; the model has a chat template: --template chat uses it')
+    sets = prompt_sets(problems, template, tokenizer, options.max_prompt_tokens)
+    dtype = pretrained.pick_dtype("auto", device)
+    store, reward = Store(out), build_reward(RewardConfig(name=options.reward), DatasetConfig())
+    settings = _evaluation_settings(options, sets) | {"template": template, "stop": stop, "dtype": str(dtype)}
+    store.check(settings)
+    model = pretrained.load_model(where, device, dtype)
+    _check_positions(model, sets, options.max_new_tokens)
+    store.open(settings | {"weights": weights_digest(model)}, _describe(device))
+    engine = TransformersEngine(model, tokenizer, options.max_rows, stop)
+    sampling = Sampling(options.temperature, options.max_new_tokens, options.seed)
+    return BenchmarkEvaluation(engine, reward, sets, store, options.num_samples, sampling, options.max_rows, progress)
+
+
+def _evaluation_settings(options: BenchmarkOptions, sets: list[PromptSet]) -> dict[str, Any]:
+    """What makes another evaluation when it changes: a folder holds one."""
+    names = ("model", "revision", "reward", "max_new_tokens", "max_prompt_tokens", "limit", "num_samples")
+    return {
+        **{name: getattr(options, name) for name in names},
+        "temperature": options.temperature if options.num_samples else None,
+        "seed": options.seed if options.num_samples else None,
+        "path": pretrained.resolve(options.model),
+        "benchmarks": {one.name: one.settings() for one in sets},
+    }
+
+
+def _check_positions(model: Any, sets: list[PromptSet], max_new_tokens: int) -> None:
+    positions = getattr(model.config, "max_position_embeddings", None)
+    longest = max(len(prompt.token_ids) for one in sets for prompt in one.prompts)
+    if positions is not None and longest + max_new_tokens > positions:
+        raise UserError(
+            f"--max-new-tokens {max_new_tokens} after a prompt of {longest} tokens is more than the model's "
+            f"{positions} positions; give at most {positions - longest}"
+        )
 
 
 def find_start(config: RunConfig | WarmupConfig, out: Path, resume: bool) -> Path | None:
@@ -169,6 +226,14 @@ def _flat(config: Any) -> list[tuple[str, Any]]:
             [(f"{key}.{name}", inner) for name, inner in value.items()] if isinstance(value, dict) else [(key, value)]
         )
     return items
+
+
+def _task(config: TaskConfig, tokenizer: Any, order_seed: int, progress: Progress) -> Task:
+    """The task, and on the screen what its data need the user to know."""
+    task = build_task(config, tokenizer, order_seed)
+    for note in getattr(task, "notes", ()):
+        progress.say(f"note: {note}")
+    return task
 
 
 def _at(config: ModelConfig, folder: Path) -> ModelConfig:

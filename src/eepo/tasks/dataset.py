@@ -99,7 +99,8 @@ class Dataset:
         if pairs:
             few = ", ".join(own for own, _ in pairs[:3]) + (", ..." if len(pairs) > 3 else "")
             self.notes.append(
-                f"evaluation set {name}: {len(pairs)} of {len(problems)} problems are also trained on ({few})"
+                f"evaluation set {name}: {len(pairs)} of {len(problems)} problems also stand in the training set, "
+                f"in the same words or nearly ({few})"
             )
 
 

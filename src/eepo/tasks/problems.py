@@ -61,9 +61,7 @@ def read_problems(
     for index, (where, row) in enumerate(reader()):
         problem = _problem(row, where, columns, source, index)
         if problem.id in seen:
-            raise UserError(
-                f"{where}: id {_short(problem.id)} stands at {seen[problem.id]} already; ids must be unique"
-            )
+            raise UserError(f"{where}: id {_short(problem.id)} is also that of {seen[problem.id]}; ids must be unique")
         seen[problem.id] = where
         problems.append(problem)
     if not problems:
