@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from eepo.evaluation.benchmarks import BenchmarkEvaluation, BenchmarkOptions
 from eepo.evaluation.problems import Evaluation, evaluate
 
-__all__ = ["Evaluation", "evaluate"]
+__all__ = ["BenchmarkEvaluation", "BenchmarkOptions", "Evaluation", "evaluate"]
