@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -70,12 +71,103 @@ def compare(recipes: Recipes, out: Out, seeds: Seeds = 3, overrides: Overrides =
 
 
 @app.command()
+def grade(
+    file: Annotated[Path, typer.Argument(help='Lines {"gold": ..., "completion": ...}.')],
+    out: Annotated[Path | None, typer.Option("--out", help="Where to write; the standard output by default.")] = None,
+    reward: Annotated[str, typer.Option(help="math, exact, or your own module:function.")] = "math",
+    workers: Annotated[int, typer.Option(min=0, max=256, help="Processes; 0: one for each core, at most 8.")] = 0,
+) -> None:
+    """Grade completions in processes that can be killed: the same lines, with "correct" and "reason", in order."""
+    from rich.console import Console
+
+    from eepo.config import DatasetConfig, RewardConfig
+    from eepo.evaluation.grading import count_lines, grade_file
+    from eepo.rewards import build_reward
+
+    progress, total = Progress(Console(stderr=True)), count_lines(file)
+    grader = build_reward(RewardConfig(name=reward, num_workers=workers), DatasetConfig())
+    with contextlib.ExitStack() as stack:
+        stream = stack.enter_context(out.open("w", encoding="utf-8")) if out else sys.stdout
+        bar = stack.enter_context(progress.bar(f"grade {file.name}", total))
+        num_correct, num_lines = grade_file(file, stream, grader, bar.advance)
+    progress.say(f"{num_correct} of {num_lines} correct")
+
+
+@app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs; methods are told apart by their recipe's name.")],
     out: Annotated[Path, typer.Option("--out", help="The page to write.")] = Path("report.html"),
 ) -> None:
     """Write one self-contained page of tables and figures from the folders of runs."""
     _report(runs, out, Progress())
+
+
+@app.command("eval")
+def evaluate(
+    model: Annotated[str, typer.Argument(help="A hub name, a folder, or a run: its last weights.")],
+    benchmarks: Annotated[str, typer.Option("--benchmarks", help="Names or files of problems, with commas.")],
+    data_dir: Annotated[str, typer.Option("--data-dir", help="Folder of the benchmarks' files; else the hub.")] = "",
+    out: Annotated[Path | None, typer.Option("--out", help="Default: evaluations/ and the model's name.")] = None,
+    samples: Annotated[int, typer.Option("--samples", min=0, help="Drawn for each problem, for pass@k.")] = 0,
+    temperature: Annotated[float | None, typer.Option("--temperature", help="Of the samples; default 1.")] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the samples.")] = 0,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 4096,
+    max_prompt_tokens: Annotated[int, typer.Option("--max-prompt-tokens", min=1, help="Longer: left out.")] = 1024,
+    limit: Annotated[int, typer.Option("--limit", min=0, help="Only the first problems of each; 0: all.")] = 0,
+    template: Annotated[
+        str | None, typer.Option("--template", help="boxed, chat, or a text with {problem}; default: a run's own.")
+    ] = None,
+    reward: Annotated[str, typer.Option("--reward", help="The grader: math, exact or module:function.")] = "math",
+    max_rows: Annotated[int, typer.Option("--max-rows", min=1, help="Completions sampled at the same time.")] = 128,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
+    revision: Annotated[str, typer.Option("--revision", help="Of a hub model.")] = "main",
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
+) -> None:
+    """Evaluate on maths benchmarks: greedy pass@1, and pass@k of samples. Stopped, it goes on with the same command."""
+    if temperature is not None and (not samples or not 0 < temperature < float("inf")):
+        raise UserError(f"--temperature {temperature} must be > 0 and goes with --samples; without them it is greedy")
+    from eepo import assemble
+    from eepo.evaluation import BenchmarkOptions
+    from eepo.reports.benchmarks import measures_grid, model_label, read_result, terminal, write_tables
+
+    names = tuple(name.strip() for name in benchmarks.split(",") if name.strip())
+    options = BenchmarkOptions(
+        model=model,
+        benchmarks=names,
+        data_dir=data_dir,
+        num_samples=samples,
+        temperature=1.0 if temperature is None else temperature,
+        seed=seed,
+        max_new_tokens=max_new_tokens,
+        max_prompt_tokens=max_prompt_tokens,
+        limit=limit,
+        template=template,
+        reward=reward,
+        max_rows=max_rows,
+        device=device,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+    )
+    progress, folder = Progress(), out or Path("evaluations") / model_label(model)
+    found = assemble.build_evaluation(options, folder, progress).run()
+    files = [found, *write_tables([folder], folder)]
+    progress.console.print(terminal(measures_grid(read_result(folder)), progress.console.width))
+    progress.say(f"results: {', '.join(map(str, files))}; completions: {folder / 'completions'}")
+
+
+@app.command()
+def table(
+    folders: Annotated[list[str], typer.Argument(help="Evaluations, in the order of the rows; or LABEL=FOLDER.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder of the tables.")] = Path("tables"),
+) -> None:
+    """Put evaluations of several models into one table, in Markdown and LaTeX."""
+    from eepo.reports.benchmarks import accuracy_grid, read_result, terminal, write_tables
+
+    progress = Progress()
+    files = write_tables(folders, out)
+    grid = accuracy_grid([read_result(folder) for folder in folders])
+    progress.console.print(terminal(grid, progress.console.width))
+    progress.say(f"tables: {', '.join(map(str, files))}")
 
 
 def _compare(names: list[str], seeds: int, out: Path, overrides: list[str] | None, progress: Progress) -> None:

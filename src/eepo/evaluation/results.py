@@ -49,7 +49,7 @@ def benchmark_values(rows: Sequence[dict[str, Any]], num_problems: int, num_samp
     greedy, drawn = rows[:num_problems], rows[num_problems:]
     if len(greedy) < num_problems:
         return {}
-    values = _columns([_measures([row], "greedy") | {"greedy/accuracy": float(_right(row))} for row in greedy])
+    values = _columns([{"greedy/accuracy": float(_right(row))} | _measures([row], "greedy") for row in greedy])
     if num_samples and len(drawn) == num_problems * num_samples:
         groups = [drawn[first : first + num_samples] for first in range(0, len(drawn), num_samples)]
         values |= _columns([_sample_measures(group) for group in groups])
@@ -71,12 +71,12 @@ def estimate(groups: Sequence[Sequence[float]]) -> dict[str, float]:
 def _sample_measures(group: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Of one problem's drawn completions."""
     number, right = len(group), [_right(row) for row in group]
-    measures = _measures(group, "samples")
-    measures[f"samples/mean@{number}"] = sum(right) / number
-    measures[f"samples/majority@{number}"] = majority([row["answer"] for row in group], right)
-    for k in powers_of_two(number):
-        measures[f"samples/pass@{k}"] = pass_at_k(number, sum(right), k)
-    return measures
+    return {
+        f"samples/mean@{number}": sum(right) / number,
+        f"samples/majority@{number}": majority([row["answer"] for row in group], right),
+        **{f"samples/pass@{k}": pass_at_k(number, sum(right), k) for k in powers_of_two(number)},
+        **_measures(group, "samples"),
+    }
 
 
 def _measures(rows: Sequence[dict[str, Any]], kind: str) -> dict[str, float]:
