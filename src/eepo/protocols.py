@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from eepo.types import Completion, Prompt, Sampling, Verdict
+
+if TYPE_CHECKING:  # graders need none of it, and must start quickly
+    import torch
+    from torch import Tensor
 
 
 class RolloutEngine(Protocol):

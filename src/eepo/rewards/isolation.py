@@ -22,7 +22,9 @@ from eepo.types import Prompt, UserError, Verdict
 
 MAX_TEXT = 100_000  # characters of a completion that are read, from its end: the answer stands there
 MAX_WORKERS = 8  # by default
-BLOCKED_SECONDS = 60.0  # of wall-clock without an answer, beyond 20 times the CPU limit: then a worker waits for nothing
+BLOCKED_SECONDS = (
+    60.0  # of wall-clock without an answer, beyond 20 times the CPU limit: then a worker waits for nothing
+)
 
 
 class PooledReward:

@@ -103,7 +103,9 @@ def _cause(status: int) -> str:
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
         return "time-out"
     killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-    return "out of memory" if killed or (os.WIFEXITED(status) and os.WEXITSTATUS(status) == OUT_OF_MEMORY) else "crashed"
+    return (
+        "out of memory" if killed or (os.WIFEXITED(status) and os.WEXITSTATUS(status) == OUT_OF_MEMORY) else "crashed"
+    )
 
 
 def _write(replies: int, reply: dict[str, Any]) -> None:

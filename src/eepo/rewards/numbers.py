@@ -1,0 +1,108 @@
+r"""Numbers read exactly: decimals, fractions, e-notation, bases, percent. No float, no library, no limit to trust.
+
+Two numbers are equal when their exact values are. Where one is a decimal that stands for something longer (1/3 as
+0.3333333), a relative difference of 1e-6 is allowed; two decimals with the same number of places must agree in all.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+MAX_DIGITS = 400
+MAX_EXPONENT = 400
+TOLERANCE = Fraction(1, 10**6)
+
+_DECIMAL = r"(?:\d{1,3}(?:[, ]\d{3})+|\d+)?(?:\.\d*)?"
+_POWER = r"(?:\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*\{?\s*([-+]?\d{1,4})\s*\}?|[eE]([-+]?\d{1,4}))"
+_SIGNED = re.compile(rf"\s*([-+]?)\s*({_DECIMAL}){_POWER}?\s*")
+_TEN_POWER = re.compile(r"\s*([-+]?)\s*10\s*\^\s*\{?\s*([-+]?\d{1,4})\s*\}?\s*")
+_FRACTION = re.compile(r"\s*([-+]?)\s*(\d{0,9})\s*\\frac\s*\{([^{}]+)\}\s*\{([^{}]+)\}\s*")
+_BASE = re.compile(r"\(?\s*([0-9A-Za-z]+)\s*\)?\s*_\s*\{?\s*(?:\\text\{\s*)?(\d{1,2}|[a-z]+)\s*\}?\s*\}?")
+_BASE_NAMES = {
+    name: base
+    for base, name in enumerate(
+        "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split(), 2
+    )
+}
+
+
+@dataclass(frozen=True)
+class Number:
+    value: Fraction
+    places: int | None = None  # decimals as written; None: an exact form (a whole number, a fraction)
+
+    def same(self, other: Number) -> bool:
+        if self.value == other.value:
+            return True
+        if self.places == other.places:  # both exact, or equally long decimals: every digit counts
+            return False
+        return abs(self.value - other.value) <= TOLERANCE * min(abs(self.value), abs(other.value))
+
+
+def read_number(text: str) -> Number | None:
+    r"""A whole number, decimal, e-notation, `a/b`, `\frac{a}{b}` or a mixed number; None if it is anything else."""
+    if len(text) > MAX_DIGITS:
+        return None
+    if match := _TEN_POWER.fullmatch(text):
+        return _scaled(Number(Fraction(-1 if match[1] == "-" else 1)), int(match[2]))
+    if match := _FRACTION.fullmatch(text):
+        return _fraction(match)
+    if text.count("/") == 1:
+        above, below = text.split("/")
+        return _quotient(read_decimal(above), read_decimal(below.strip(" .")))
+    return read_decimal(text)
+
+
+def read_decimal(text: str) -> Number | None:
+    match = _SIGNED.fullmatch(text)
+    if match is None or not any(character.isdigit() for character in match[2]):
+        return None
+    digits = match[2].replace(",", "").replace(" ", "")
+    whole, point, decimals = digits.partition(".")
+    value = Fraction(int((whole or "0") + decimals), 10 ** len(decimals))
+    number = Number(-value if match[1] == "-" else value, len(decimals) if point and decimals else None)
+    exponent = match[3] or match[4]
+    return _scaled(number, int(exponent)) if exponent else number
+
+
+def read_base(text: str) -> tuple[str, int] | None:
+    """Digits and base of `52_8`, `1A_{16}` or `52_{\\text{eight}}`; None if it is no number in a base."""
+    match = _BASE.fullmatch(text)
+    if match is None or not match[1][0].isalnum() or len(match[1]) > MAX_DIGITS:
+        return None
+    base = int(match[2]) if match[2].isdigit() else _BASE_NAMES.get(match[2], 0)
+    if not 2 <= base <= 36 or not any(character.isdigit() for character in match[1]):
+        return None
+    return (match[1].lower(), base) if in_base(match[1], base) is not None else None
+
+
+def in_base(digits: str, base: int) -> int | None:
+    """The value; None where a digit is too large for the base."""
+    try:
+        return int(digits, base)
+    except ValueError:
+        return None
+
+
+def _fraction(match: re.Match[str]) -> Number | None:
+    quotient = _quotient(read_decimal(match[3]), read_decimal(match[4]))
+    if quotient is None:
+        return None
+    value = quotient.value + int(match[2] or 0)  # 3\frac{1}{2} is three and a half
+    return Number(-value if match[1] == "-" else value, quotient.places)
+
+
+def _quotient(above: Number | None, below: Number | None) -> Number | None:
+    if above is None or below is None or below.value == 0:
+        return None
+    return Number(above.value / below.value)
+
+
+def _scaled(number: Number, exponent: int) -> Number | None:
+    """Times a power of ten: 4.5e33 has its one decimal 33 places further left."""
+    if abs(exponent) > MAX_EXPONENT:
+        return None
+    places = None if number.places is None else number.places - exponent
+    return Number(number.value * Fraction(10) ** exponent, places)
