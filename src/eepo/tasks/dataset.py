@@ -10,7 +10,7 @@ from eepo.config import DatasetConfig
 from eepo.tasks.benchmarks import BENCHMARKS, load_benchmark
 from eepo.tasks.order import place
 from eepo.tasks.overlap import overlap
-from eepo.tasks.problems import SOLUTION_MARK, Columns, Problem, read_problems, stem
+from eepo.tasks.problems import Columns, Problem, read_problems, split_at_mark, stem
 from eepo.tasks.templates import render
 from eepo.types import Prompt, UserError
 
@@ -43,7 +43,8 @@ class Dataset:
         columns = Columns(config.problem_column, config.answer_column, config.level_column)
         train = read_problems(config.train, columns, config.train_split, config.data_dir, config.levels)
         self._prompts = self._fitting(train, f"training set {stem(config.train)}")
-        self._solutions = {problem.id: as_demonstration(problem) for problem in train if problem.solution}
+        solutions = {problem.id: as_demonstration(problem) for problem in train if problem.solution}
+        self._demonstrations = [(prompt, solutions[prompt.id]) for prompt in self._prompts if prompt.id in solutions]
         self._evaluation = self._read_evaluation(columns, train)
 
     def training_prompts(self, first: int, count: int) -> list[Prompt]:
@@ -59,14 +60,13 @@ class Dataset:
 
     def demonstrations(self, first: int, count: int) -> list[tuple[Prompt, str]]:
         """Training prompts that have a solution, in order, again and again."""
-        solved = [prompt for prompt in self._prompts if prompt.id in self._solutions]
-        if not solved:
+        pairs = self._demonstrations
+        if not pairs:
             raise UserError(
                 f"task.train = {self.config.train!r} has no solutions to learn from; they stand in a column "
                 "'solution', or in the answer column as texts that end in \\boxed{} or ####"
             )
-        prompts = [solved[index % len(solved)] for index in range(first, first + count)]
-        return [(prompt, self._solutions[prompt.id]) for prompt in prompts]
+        return [pairs[index % len(pairs)] for index in range(first, first + count)]
 
     def _read_evaluation(self, columns: Columns, train: Sequence[Problem]) -> dict[str, list[Prompt]]:
         sets: dict[str, list[Prompt]] = {}
@@ -106,5 +106,7 @@ class Dataset:
 
 def as_demonstration(problem: Problem) -> str:
     """The solution in the form that the instruction asks for: with the final answer in a box."""
-    solution = SOLUTION_MARK.sub("", problem.solution or "").rstrip()
+    text = problem.solution or ""
+    marked = split_at_mark(text)
+    solution = marked[0] if marked else text.rstrip()
     return solution if "\\boxed" in solution else f"{solution}\nThe final answer is \\boxed{{{problem.answer}}}."

@@ -18,7 +18,6 @@ from eepo.types import UserError
 SUFFIXES = (".jsonl", ".json", ".parquet")
 MAX_LINE_BYTES = 16 * 2**20  # of a .jsonl file: a longer line is no problem, but a broken file
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::(.+))?")  # owner/name, then :config or :file of the repository
-SOLUTION_MARK = re.compile(r"####([^\n]*)\s*$")  # GSM8K's: the final answer stands behind it
 
 Row = tuple[str, dict[str, Any]]  # where it stands, for error lines; what stands there
 
@@ -85,7 +84,7 @@ def column_names(file: Path) -> list[str]:
 
 def find_reader(source: str, columns: Columns, split: str, data_dir: str) -> Callable[[], Iterator[Row]]:
     """What reads the rows of `source`: it may be a file or a name, and a wrong one must not sound like the other."""
-    places = [Path(data_dir) / source, Path(source)] if data_dir else [Path(source)]
+    places = list(dict.fromkeys((Path(data_dir) / source, Path(source))))
     file = next((place for place in places if place.is_file()), None)
     hub = HUB_NAME.fullmatch(source)
     if file is not None:
@@ -128,26 +127,29 @@ def _json_rows(file: Path, columns: Columns) -> Iterator[Row]:
 
 def _parquet_rows(file: Path, columns: Columns) -> Iterator[Row]:
     table = _parquet(file)
-    names = table.schema_arrow.names
+    from pyarrow import ArrowException
+
     try:
+        names = table.schema_arrow.names
         _check_columns(names, columns, str(file))
         index = 0
         for batch in table.iter_batches(1024, columns=[name for name in names if name in columns.read()]):
             for row in batch.to_pylist():
                 yield f"{file}: row {index}", row
                 index += 1
-    except (OSError, ValueError) as error:  # arrow's own errors are one or the other
+    except (ArrowException, OSError) as error:
         raise UserError(f"{file}: not a readable parquet file ({_first_line(error)})") from None
 
 
 def _parquet(file: Path) -> Any:
     try:
+        from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ImportError:
         raise UserError(f'{file}: reading parquet needs pyarrow: pip install "eepo[data]"') from None
     try:
         return ParquetFile(file)
-    except (OSError, ValueError) as error:
+    except (ArrowException, OSError) as error:
         raise UserError(f"{file}: not a readable parquet file ({_first_line(error)})") from None
 
 
@@ -252,11 +254,17 @@ def marked_answer(text: str) -> str | None:
     boxed = _last_boxed(text)
     if boxed is not None:
         return _without_dollars(boxed)
-    line = SOLUTION_MARK.search(text)
-    if line is None:
+    parts = split_at_mark(text)
+    if parts is None:
         return None
-    number = line[1].strip()
+    number = parts[1]
     return number.replace(",", "") if re.fullmatch(r"-?\d{1,3}(,\d{3})+(\.\d+)?", number) else number
+
+
+def split_at_mark(text: str) -> tuple[str, str] | None:
+    """GSM8K's form: what stands before the last ####, and the final answer behind it, to the end of the text."""
+    before, mark, behind = text.rpartition("####")
+    return (before.rstrip(), behind.strip()) if mark and "\n" not in behind.strip() else None
 
 
 def _last_boxed(text: str) -> str | None:

@@ -1,0 +1,300 @@
+"""Reading problems: every format gives the same, and every mistake in the data is one line that says where it is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eepo.tasks.problems import Columns, Problem, read_problems, stem
+from eepo.types import UserError
+
+ROWS: list[dict[str, Any]] = [
+    {"id": "a", "problem": "What is $1+1$?", "answer": "2", "level": 3},
+    {"id": "b", "problem": "What is $2+3$?", "answer": "5", "level": "Level 5"},
+]
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def read_one(folder: Path, **row: Any) -> Problem:
+    (problem,) = read_problems(write_lines(folder / "one.jsonl", [{"problem": "Say it.", "answer": "1"} | row]))
+    return problem
+
+
+def error_of(source: str, **options: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        read_problems(source, **options)
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+# ---- formats
+
+
+def test_every_format_gives_the_same_problems(tmp_path: Path) -> None:
+    rows = [row | {"level": 4} for row in ROWS]
+    expected = [Problem(row["id"], row["problem"], row["answer"], level=4) for row in rows]
+    assert read_problems(write_lines(tmp_path / "p.jsonl", rows)) == expected
+    (tmp_path / "p.json").write_text(json.dumps(rows))
+    assert read_problems(str(tmp_path / "p.json")) == expected
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    table = sys.modules["pyarrow"].Table.from_pylist(rows)
+    parquet.write_table(table, tmp_path / "p.parquet")
+    assert read_problems(str(tmp_path / "p.parquet")) == expected
+
+
+def test_a_byte_order_mark_and_blank_lines_do_no_harm(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + b"\n\n".join(json.dumps(row).encode() for row in ROWS) + b"\n\n")
+    assert [problem.id for problem in read_problems(str(path))] == ["a", "b"]
+
+
+def test_other_column_names(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "p.jsonl", [{"question": "Why?", "gold": "because", "grade": 2}])
+    (problem,) = read_problems(path, Columns("question", "gold", "grade"))
+    assert (problem.text, problem.answer, problem.level) == ("Why?", "because", 2)
+
+
+def test_a_relative_file_is_looked_for_in_the_data_folder_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path)
+    write_lines(tmp_path / "p.jsonl", ROWS[:1])
+    write_lines(tmp_path / "data" / "p.jsonl", ROWS[1:])
+    assert [problem.id for problem in read_problems("p.jsonl", data_dir="data")] == ["b"]
+    assert [problem.id for problem in read_problems("p.jsonl", data_dir="")] == ["a"]
+    (tmp_path / "data" / "p.jsonl").unlink()
+    assert [problem.id for problem in read_problems("p.jsonl", data_dir="data")] == ["a"]
+
+
+# ---- answers
+
+
+@pytest.mark.parametrize(
+    ("cell", "answer"),
+    [
+        ("  42 ", "42"),
+        (42, "42"),
+        (3.0, "3"),
+        (0.25, "0.25"),
+        (1e300, "1e+300"),
+        ("$x^2$", "x^2"),
+        ("$$x^2$$", "x^2"),
+        ("$18", "$18"),
+        ("$5$ or $6$", "$5$ or $6$"),
+        (r"$\$5$", r"\$5"),
+        (["$2$", "3"], "2, 3"),
+        ([7], "7"),
+    ],
+)
+def test_an_answer_alone(cell: Any, answer: str, tmp_path: Path) -> None:
+    problem = read_one(tmp_path, answer=cell)
+    assert (problem.answer, problem.solution) == (answer, None)
+
+
+@pytest.mark.parametrize(
+    ("solution", "answer"),
+    [
+        (r"So it is $\boxed{12}$.", "12"),
+        (r"First \boxed{1}, then \boxed{\frac{1}{\sqrt{2}}}. Done.", r"\frac{1}{\sqrt{2}}"),
+        (r"The set \boxed{\left\{ x : x > 2 \right.} it is", r"\left\{ x : x > 2 \right."),
+        (r"\boxed{$7$}", "7"),
+        (r"Thus $\boxed 9$.", "9"),
+        (r"Thus $\fbox{9}$.", "9"),
+        (r"A \boxed{3} and then the broken \boxed{4", "3"),
+        ("He has 2 * 3 = <<2*3=6>>6 apples.\n#### 6", "6"),
+        ("Many.\n#### 1,234,567", "1234567"),
+        ("A pair.\n#### 1,2", "1,2"),
+    ],
+)
+def test_the_final_answer_is_taken_from_a_solution_and_the_solution_kept(
+    solution: str, answer: str, tmp_path: Path
+) -> None:
+    problem = read_one(tmp_path, answer=solution)
+    assert (problem.answer, problem.solution) == (answer, solution)
+
+
+def test_a_solution_column_is_kept_beside_an_answer(tmp_path: Path) -> None:
+    problem = read_one(tmp_path, answer="4", solution="Two and two.")
+    assert (problem.answer, problem.solution) == ("4", "Two and two.")
+
+
+@pytest.mark.parametrize("cell", ["", "  ", None, [], "$ $", r"So \boxed{}.", "Hm.\n####", [""]])
+def test_an_empty_answer_is_refused(cell: Any, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "p.jsonl", [*ROWS, {"problem": "Say it.", "answer": cell}])
+    line = error_of(path)
+    assert line.startswith(f"{path}:3: ")
+    assert "answer" in line
+
+
+@pytest.mark.parametrize("cell", [True, {"value": 3}, float("nan"), float("inf"), [[None], {}]])
+def test_what_is_no_answer_is_refused(cell: Any, tmp_path: Path) -> None:
+    assert "p.jsonl:1: answer must be a text, a number" in error_of(
+        write_lines(tmp_path / "p.jsonl", [{"problem": "Say it.", "answer": cell}])
+    )
+
+
+# ---- levels and ids
+
+
+def test_levels_are_read_in_their_spellings_and_filter(tmp_path: Path) -> None:
+    spellings = [3, "3", "Level 3", 3.0, "level 5", "Level ?", None, True]
+    rows = [{"problem": "Say it.", "answer": "1", "level": level} for level in spellings]
+    path = write_lines(tmp_path / "p.jsonl", rows)
+    assert [problem.level for problem in read_problems(path)] == [3, 3, 3, 3, 5, None, None, None]
+    assert [problem.level for problem in read_problems(path, levels=(5, 4))] == [5]
+    line = error_of(path, levels=(1, 2))
+    assert "task.levels = [1, 2]" in line
+    assert "3, 5" in line
+    bare = write_lines(tmp_path / "bare.jsonl", [{"problem": "Say it.", "answer": "1"}])
+    assert "none in column 'level'" in error_of(bare, levels=(1,))
+
+
+def test_rows_without_an_id_are_called_by_their_place_and_numbers_by_their_set(tmp_path: Path) -> None:
+    rows = [{"problem": "Say it.", "answer": "1", "id": own} for own in ("own/1", 7, "8", None, "", [1])]
+    ids = [problem.id for problem in read_problems(write_lines(tmp_path / "set.jsonl", rows))]
+    assert ids == ["own/1", "set/7", "set/8", "set/3", "set/4", "set/5"]
+
+
+def test_an_id_that_comes_twice_is_refused_with_both_places(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "p.jsonl", [*ROWS, ROWS[0]])
+    assert error_of(path) == f"{path}:3: id 'a' is also that of {path}:1; ids must be unique"
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("data/maths.jsonl", "maths"),
+        ("maths.parquet", "maths"),
+        ("acme/maths", "maths"),
+        ("acme/maths.v2", "maths.v2"),
+        ("acme/maths:hard", "maths"),
+        ("acme/maths:hard/train.parquet", "maths"),
+    ],
+)
+def test_the_short_name_of_a_source(source: str, name: str) -> None:
+    assert stem(source) == name
+
+
+# ---- mistakes in files
+
+
+@pytest.mark.parametrize(
+    ("third", "told"),
+    [
+        (b'{"problem": "x", "answer": ', "not JSON at character"),
+        (b'{"problem": "x", "answer": "\xff"}', "not UTF-8 at byte 28"),
+        (b'{"problem": "x\x00", "answer": "1"}', "not JSON at character 14"),
+        (b'{"problem": "x\\u0000", "answer": "1"}', "a NUL or half a character"),
+        (b'{"problem": "x", "answer": "\\ud800"}', "a NUL or half a character"),
+        (b'{"problem": "x", "answer": "1", "solution": "\\udc00"}', "a NUL or half a character"),
+        (b'["x", "1"]', "a row must be an object with columns, got a list"),
+        (b"17", "got a number"),
+        (b"[" * 100_000, "not JSON"),
+        (b'{"problem": "x", "answer": ' + b"1" * 5000 + b"}", "not JSON that can be read"),
+        (b'{"text": "x", "answer": "1"}', "no column 'problem' (task.problem_column); there are text, answer"),
+        (b'{"problem": "x", "gold": "1"}', "no column 'answer' (task.answer_column); there are problem, gold"),
+        (b"{}", "there are none"),
+        (b'{"problem": " ", "answer": "1"}', "problem must be a text that is not empty"),
+        (b'{"problem": null, "answer": "1"}', "problem must be a text that is not empty, got None"),
+    ],
+)
+def test_a_bad_line_is_named_with_file_and_number(third: bytes, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b"".join(json.dumps(row).encode() + b"\n" for row in ROWS) + third + b"\n")
+    line = error_of(str(path))
+    assert line.startswith(f"{path}:3: ")
+    assert told in line
+    assert len(line) < 300 + len(str(path))
+
+
+def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eepo.tasks.problems.MAX_LINE_BYTES", 100)
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps({"problem": "x" * 200, "answer": "1"}))
+    assert error_of(str(path)) == f"{path}:1: the line is longer than 100 bytes"
+
+
+@pytest.mark.parametrize("text", ["", "\n\n"])
+def test_an_empty_file_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(text)
+    assert error_of(str(path)) == f"{path}: the data set is empty"
+
+
+def test_a_json_file_must_be_a_list_of_objects(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps({"rows": ROWS}))
+    assert error_of(str(path)) == f"{path}: a .json file must hold one list of objects, got an object"
+    path.write_text(json.dumps([*ROWS, "x"]))
+    assert error_of(str(path)) == f"{path}: row 2: a row must be an object with columns, got a text"
+    path.write_text("[]")
+    assert error_of(str(path)) == f"{path}: the data set is empty"
+
+
+def test_parquet_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    path = tmp_path / "p.parquet"
+    path.write_bytes(b"PAR1 and then nothing of the kind")
+    assert "not a readable parquet file" in error_of(str(path))
+    parquet.write_table(sys.modules["pyarrow"].Table.from_pylist([{"question": "x", "answer": "1"}]), path)
+    assert "no column 'problem' (task.problem_column); there are question, answer" in error_of(str(path))
+    broken = bytearray(path.read_bytes())
+    broken[4:40] = b"\xff" * 36  # the pages, not the description at the end
+    path.write_bytes(broken)
+    assert "not a readable parquet file" in error_of(str(path), columns=Columns("question"))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert 'pip install "eepo[data]"' in error_of(str(path))
+
+
+def test_a_source_that_is_neither_file_nor_name(tmp_path: Path) -> None:
+    assert "no such file" in error_of("nowhere/p.jsonl", data_dir=str(tmp_path))
+    assert str(tmp_path / "nowhere" / "p.jsonl") in error_of("nowhere/p.jsonl", data_dir=str(tmp_path))
+    assert "'maths' is neither" in error_of("maths")
+    (tmp_path / "p.csv").write_text("problem,answer\n")
+    assert ".jsonl, .json, .parquet files, got '.csv'" in error_of(str(tmp_path / "p.csv"))
+
+
+# ---- the hub: a folder owner/name here is loaded by the same call
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "acme" / "sums"
+    (folder / "hard").mkdir(parents=True)
+    write_lines(folder / "train.jsonl", [{"question": "1+1?", "final_answer": ["2"], "id": 7}])
+    write_lines(folder / "test.jsonl", [{"question": "2+2?", "final_answer": ["4", "four"], "id": 0}])
+    write_lines(folder / "hard" / "train.jsonl", [{"question": "9+9?", "final_answer": ["18"], "id": 1}])
+    return folder
+
+
+def test_a_hub_data_set_its_splits_and_its_files(hub: Path) -> None:
+    columns = Columns("question", "final_answer")
+    assert read_problems("acme/sums:train.jsonl", columns) == [Problem("sums/7", "1+1?", "2")]
+    assert read_problems("acme/sums", columns, split="test") == [Problem("sums/0", "2+2?", "4, four")]
+    assert read_problems("acme/sums:hard/train.jsonl", columns, split="test") == [Problem("sums/1", "9+9?", "18")]
+
+
+def test_mistakes_with_the_hub_are_one_line(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert error_of("acme/sums", split="test") == (
+        "hub data set acme/sums: no column 'problem' (task.problem_column); there are question, final_answer, id"
+    )
+    assert "hub data set acme/sums, split 'dev': " in error_of("acme/sums", split="dev")
+    assert "hub data set acme/sums:easy, split 'train': " in error_of("acme/sums:easy")
+    assert "hub data set acme/nothing, split 'train': " in error_of("acme/nothing")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert 'pip install "eepo[data]"' in error_of("acme/sums")
