@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from eepo.protocols import Reward
 
 OF_TASK = {"countdown": "countdown", "sums": "exact", "dataset": "math", "reasoning_gym": "reasoning_gym"}
-OWN = {"countdown": CountdownReward, "exact": ExactReward}  # cheap and bounded by themselves
+OWN: dict[str, type[Reward]] = {"countdown": CountdownReward, "exact": ExactReward}  # cheap and bounded by themselves
 POOLED = {"math": "eepo.rewards.math:judge", "reasoning_gym": "eepo.rewards.reasoning_gym:judge"}
 
 

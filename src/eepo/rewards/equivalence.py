@@ -15,7 +15,7 @@ from typing import Any
 
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
-from sympy import Basic, Eq, Expr, Float, Rational, Symbol, default_sort_key
+from sympy import Eq, Expr, Float, Rational, default_sort_key
 from sympy.core.relational import Relational
 
 from eepo.rewards.latex import ROW, brackets, plain, split, squeeze
@@ -36,9 +36,7 @@ _EQUALS = re.compile(r"(?<![<>!\\])=(?!=)")
 _ABOUT = re.compile(r"\\approx")
 _MEMBER = re.compile(r"\\in(?![A-Za-z])")
 _RELATION = re.compile(r"[<>=]|\\(?:le|ge|lt|gt|ne)(?![A-Za-z])")
-_NAME = re.compile(
-    r"[A-Za-z](?:\([A-Za-z, ]{1,10}\))?(?:_\{?\w{1,8}\}?)?|\\[A-Za-z]+|\\(?:angle|triangle)?\s?[A-Z ]{1,6}"
-)
+_NAME = re.compile(r"[A-Za-z](?:\([A-Za-z, ]{1,10}\))?(?:_\{?\w{1,8}\}?)?|\\[A-Za-z]+(?: ?[A-Z]){0,3}|[A-Z]{2,4}")
 _MATRIX = re.compile(r"\\begin\{(p|b|B|v|small)?matrix\}(.*)\\end\{\1?matrix\}", re.DOTALL)
 _PYTHON = re.compile(r"\b(?:np|math|sp|sympy)\.|\\?\b(arcsin|arccos|arctan|sqrt|sin|cos|tan|log|ln|exp|pi)\b")
 _PARSING = [
@@ -146,7 +144,7 @@ def _lists(gold: str, answer: str, depth: int) -> str | None:
         for other in right:
             if (len(one) > 1 or len(other) > 1) and _match_any_order(one, other, depth):
                 return "same elements"
-            if len(one) == len(other) == 1 and (one[0], other[0]) != (gold, answer) and _same(*one, *other, depth + 1):
+            if len(one) == len(other) == 1 and [*one, *other] != [gold, answer] and _same(one[0], other[0], depth + 1):
                 return "same number"
     return _tuple_without_brackets(gold, answer, depth)
 
@@ -330,9 +328,8 @@ def _values(gold: Expr, answer: Expr) -> Iterator[tuple[complex, complex]]:
 
 
 def _number(formula: Any) -> Any:
-    value = formula.doit().evalf(DIGITS) if isinstance(formula, Basic) else None
-    finite = value is not None and value.is_number and value.is_finite
-    return value if finite and not value.has(Symbol) else None
+    value: Any = formula.doit().evalf(DIGITS)
+    return value if value.is_number and value.is_finite else None
 
 
 def _close_to(tolerance: float) -> Callable[[Any, Any], bool]:

@@ -6,9 +6,11 @@ lines; one worker has one item at a time, so a death is always somebody's.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import threading
@@ -22,9 +24,7 @@ from eepo.types import Prompt, UserError, Verdict
 
 MAX_TEXT = 100_000  # characters of a completion that are read, from its end: the answer stands there
 MAX_WORKERS = 8  # by default
-BLOCKED_SECONDS = (
-    60.0  # of wall-clock without an answer, beyond 20 times the CPU limit: then a worker waits for nothing
-)
+BLOCKED_SECONDS = 60.0  # of wall-clock without an answer, beyond 20 times the CPU limit: it waits for nothing
 
 
 class PooledReward:
@@ -66,23 +66,25 @@ class PooledReward:
         waiting = iter(range(len(items)))
         while len(self._workers) < min(self.num_workers, len(items)):
             self._workers.append(_Worker(self.judge, self.config))
-        with selectors.DefaultSelector() as selector:
-            for worker in self._workers:
-                if _hand_out(worker, waiting, items):
-                    selector.register(worker, selectors.EVENT_READ)
-            while selector.get_map():
-                ready = {key.fileobj for key, _ in selector.select(timeout=1.0)}
-                for worker in [key.fileobj for key in selector.get_map().values()]:
-                    assert isinstance(worker, _Worker)
-                    verdict = worker.verdict() if worker in ready else worker.blocked()
-                    if verdict is None:
-                        continue
+        busy = [worker for worker in self._workers if _hand_out(worker, waiting, items)]
+        while busy:
+            ready = _with_replies(busy)
+            for worker in list(busy):
+                verdict = worker.verdict() if worker in ready else worker.blocked()
+                if verdict is not None:
                     verdicts[worker.item] = verdict
                     done(worker.item)
-                    selector.unregister(worker)
-                    if _hand_out(worker, waiting, items):
-                        selector.register(worker, selectors.EVENT_READ)
+                    if not _hand_out(worker, waiting, items):
+                        busy.remove(worker)
         return [verdict for verdict in verdicts if verdict is not None]
+
+
+def _with_replies(workers: list[_Worker]) -> set[_Worker]:
+    """Those with something to read, within a second. A selector of its own: a replaced worker has a new pipe."""
+    with selectors.DefaultSelector() as selector:
+        for worker in workers:
+            selector.register(worker, selectors.EVENT_READ, worker)
+        return {key.data for key, _ in selector.select(timeout=1.0)}
 
 
 def _hand_out(worker: _Worker, waiting: Any, items: list[tuple[str, str]]) -> bool:
@@ -100,6 +102,7 @@ class _Worker:
         self.config = config
         self.item = 0  # place in the batch of what it is grading
         self._serial = 0  # of what it is grading, since its start; 0 is an idle child's
+        self._sent = 0.0
         self._start()
 
     def _start(self) -> None:
@@ -112,10 +115,7 @@ class _Worker:
         )
         self._stop = weakref.finalize(self, _end, self._process)
         self._buffer = b""
-        self._sent = 0.0
-        reply = self._line()
-        if reply is None or "ready" not in reply:
-            raise UserError(f'reward.name = "{self.judge}": its process did not start; its error stands above')
+        self._ready = False
 
     def fileno(self) -> int:
         assert self._process.stdout is not None
@@ -129,19 +129,24 @@ class _Worker:
         try:
             self._process.stdin.write(line.encode())
             self._process.stdin.flush()
-        except BrokenPipeError:  # somebody killed the whole process while it was idle
-            self.stop()
+        except BrokenPipeError:
+            if not self._ready:
+                return  # it did not start: reading from it will tell
+            self.stop()  # somebody killed the whole process while it was idle
             self._start()
             self.send(item, answer, text)
 
     def verdict(self) -> Verdict | None:
         """Of the item sent last; None if the line was about something else, such as the death of an idle child."""
         reply = self._line()
+        if reply is None and not self._ready:
+            raise UserError(f'reward.name = "{self.judge}": its process did not start; its error stands above')
         if reply is None:
             self.stop()
             self._start()
             return _unanswered("crashed")
-        if reply["item"] != self._serial:
+        self._ready = True
+        if reply.get("item") != self._serial:
             return None
         if "error" in reply:
             raise UserError(f'reward.name = "{self.judge}" failed on a completion: {reply["error"]}')
@@ -161,7 +166,7 @@ class _Worker:
         self._stop()
 
     def _line(self) -> dict[str, Any] | None:
-        """The next reply; None at the end of the process. Replies are written whole, so reading one never waits long."""
+        """The next reply; None at the end of the process. Replies are written whole: reading one never waits long."""
         while b"\n" not in self._buffer:
             chunk = os.read(self.fileno(), 65536)
             if not chunk:
@@ -180,12 +185,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     """The process, and the child it has forked: both are in its own session."""
     for stream in (process.stdin, process.stdout):
         assert stream is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):
             stream.close()
-        except BrokenPipeError:
-            pass
-    try:
-        os.killpg(process.pid, 9)
-    except ProcessLookupError:
-        pass
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -47,7 +47,7 @@ _NAME = re.compile("|".join(rf"{re.escape(name)}(?![A-Za-z])" for name in sorted
 
 
 def plain(text: str) -> str:
-    """One spelling for what LaTeX writes in many: fractions, spaces, sizes, fonts, frames. Keeps `\\$` and `\\text{}`."""
+    r"""One spelling for what LaTeX writes in many: fractions, spaces, sizes, fonts, frames. Keeps `\$` and `\text`."""
     text = text.translate(_SIGNS)
     text = _FRAMES.sub(" ", text.replace("\\\\", ROW))
     text = _THIN.sub("", text)
@@ -90,7 +90,7 @@ def split(text: str, separator: re.Pattern[str]) -> list[str]:
 
 
 def brackets(text: str) -> tuple[str, str] | None:
-    r"""The outermost pair, such as "(]" or "\{\}", and what it holds; None if the text is not one bracket as a whole."""
+    r"""The outermost pair, such as "(]" or "\{\}", and what it holds; None if the text is not one bracket."""
     for opened, closed in ((r"\{", r"\}"), (r"\langle", r"\rangle")):
         if text.startswith(opened) and text.endswith(closed) and _closes_last(text[len(opened) : -len(closed)]):
             return opened + closed, text[len(opened) : -len(closed)].strip()

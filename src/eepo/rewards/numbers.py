@@ -21,11 +21,9 @@ _TEN_POWER = re.compile(r"\s*([-+]?)\s*10\s*\^\s*\{?\s*([-+]?\d{1,4})\s*\}?\s*")
 _FRACTION = re.compile(r"\s*([-+]?)\s*(\d{0,9})\s*\\frac\s*\{([^{}]+)\}\s*\{([^{}]+)\}\s*")
 _BASE = re.compile(r"\(?\s*([0-9A-Za-z]+)\s*\)?\s*_\s*\{?\s*(?:\\text\{\s*)?(\d{1,2}|[a-z]+)\s*\}?\s*\}?")
 _BASE_NAMES = {
-    name: base
-    for base, name in enumerate(
-        "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split(), 2
-    )
-}
+    "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10,
+    "eleven": 11, "twelve": 12, "thirteen": 13, "fourteen": 14, "fifteen": 15, "sixteen": 16,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

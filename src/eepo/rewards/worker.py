@@ -102,10 +102,9 @@ def _limit_memory(memory_mb: int) -> None:
 def _cause(status: int) -> str:
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
         return "time-out"
-    killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-    return (
-        "out of memory" if killed or (os.WIFEXITED(status) and os.WEXITSTATUS(status) == OUT_OF_MEMORY) else "crashed"
-    )
+    killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL  # by the kernel, short of memory
+    swollen = os.WIFEXITED(status) and os.WEXITSTATUS(status) == OUT_OF_MEMORY
+    return "out of memory" if killed or swollen else "crashed"
 
 
 def _write(replies: int, reply: dict[str, Any]) -> None:
