@@ -1,0 +1,143 @@
+"""A data set as a task: prompts by position, nothing cut, and what the user should know is said."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from eepo.assemble import build_trainer
+from eepo.config import DatasetConfig, ModelConfig, RewardConfig, RunConfig
+from eepo.progress import Progress
+from eepo.tasks import build_task
+from eepo.tasks.dataset import Dataset, as_demonstration, make_prompts
+from eepo.tasks.problems import Problem
+from eepo.types import UserError
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> DatasetConfig:
+    """Ten training problems of growing length; two evaluation sets, one with a problem that is trained on."""
+    train = [
+        {"id": f"t{i}", "problem": f"What is {i} + {'1' * i}?", "answer": str(i), "level": i} for i in range(1, 11)
+    ]
+    held = [{"problem": "What is 70 - 1?", "answer": "69"}, {"problem": "What is $3+111$", "answer": "3"}]
+    for name, rows in (("train", train), ("held", held), ("amc23", held[:1])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return DatasetConfig(
+        train="train.jsonl", evaluation=("amc23", "held.jsonl"), data_dir=str(tmp_path), template="{problem}"
+    )
+
+
+@pytest.fixture
+def plain(byte_tokenizer: Callable[..., Any]) -> Any:
+    return byte_tokenizer(bos=False)
+
+
+def test_training_prompts_are_a_pure_function_of_position(config: DatasetConfig, plain: Any) -> None:
+    task = build_task(config, plain, 3)
+    assert isinstance(task, Dataset)
+    whole = task.training_prompts(0, 25)
+    assert [Dataset(config, plain, 3).training_prompts(at, 1)[0] for at in reversed(range(25))] == whole[::-1]
+    assert task.training_prompts(8, 5) == whole[8:13]
+
+
+def test_each_epoch_holds_every_problem_once_in_an_order_of_its_own(config: DatasetConfig, plain: Any) -> None:
+    prompts = Dataset(config, plain).training_prompts(0, 30)
+    texts = [[prompt.text for prompt in prompts[start : start + 10]] for start in (0, 10, 20)]
+    assert set(texts[0]) == set(texts[1]) == set(texts[2])
+    assert len(set(texts[0])) == 10
+    assert texts[0] != texts[1] != texts[2] != texts[0]
+    assert len({prompt.id for prompt in prompts}) == 30  # an id owns its draws
+    other = [prompt.text for prompt in Dataset(config, plain, 1).training_prompts(0, 10)]
+    assert other != texts[0]
+    assert set(other) == set(texts[0])
+
+
+def test_a_prompt_carries_its_problems_answer(config: DatasetConfig, plain: Any) -> None:
+    for prompt in Dataset(config, plain).training_prompts(0, 10):
+        number = prompt.text.split()[2]
+        assert prompt.answer == number
+        assert prompt.id == f"train/0/t{number}"
+        assert plain.decode(prompt.token_ids) == prompt.text
+
+
+def test_evaluation_sets_by_benchmark_name_and_file(config: DatasetConfig, plain: Any) -> None:
+    sets = Dataset(config, plain).evaluation_sets()
+    assert {name: [prompt.id for prompt in prompts] for name, prompts in sets.items()} == {
+        "amc23": ["amc23/0"],
+        "held": ["held/0", "held/1"],
+    }
+    with pytest.raises(UserError, match=r"task\.evaluation names two sets 'held'"):
+        Dataset(replace(config, evaluation=("held.jsonl", "held.jsonl")), plain)
+
+
+def test_levels_narrow_training_only(config: DatasetConfig, plain: Any) -> None:
+    task = Dataset(replace(config, levels=(2, 3)), plain)
+    assert {prompt.answer for prompt in task.training_prompts(0, 2)} == {"2", "3"}
+    assert len(task.evaluation_sets()["held"]) == 2
+
+
+def test_long_prompts_are_left_out_whole_and_counted(config: DatasetConfig, plain: Any) -> None:
+    limit = len("What is 4 + 1111?")
+    task = Dataset(replace(config, max_prompt_tokens=limit), plain)
+    assert {prompt.answer for prompt in task.training_prompts(0, 4)} == {"1", "2", "3", "4"}
+    assert all(len(prompt.token_ids) <= limit for prompt in task.training_prompts(0, 8))
+    assert task.notes[0] == (
+        f"training set train: 6 of 10 prompts left out, longer than task.max_prompt_tokens = {limit}"
+    )
+    problems = [Problem("a", "12345", "1"), Problem("b", "123456", "2")]
+    prompts, num_left_out = make_prompts(problems, "{problem}", plain, 5)
+    assert [prompt.id for prompt in prompts] == ["a"]
+    assert num_left_out == 1
+
+
+def test_when_all_prompts_are_too_long_the_run_does_not_begin(config: DatasetConfig, plain: Any) -> None:
+    with pytest.raises(UserError, match=r"training set train: all 10 prompts .* task\.max_prompt_tokens = 3"):
+        Dataset(replace(config, max_prompt_tokens=3), plain)
+
+
+def test_overlap_is_said_with_ids(config: DatasetConfig, plain: Any) -> None:
+    assert Dataset(config, plain).notes == [
+        "evaluation set held: 1 of 2 problems also stand in the training set, in the same words or nearly (held/1)"
+    ]
+    assert Dataset(replace(config, evaluation=("amc23",)), plain).notes == []
+
+
+def test_an_empty_source_is_refused(plain: Any) -> None:
+    with pytest.raises(UserError, match=r"task\.train is empty; give a file or a hub data set"):
+        Dataset(DatasetConfig(), plain)
+
+
+def test_demonstrations_are_the_solutions(config: DatasetConfig, plain: Any) -> None:
+    with pytest.raises(UserError, match="has no solutions to learn from"):
+        Dataset(config, plain).demonstrations(0, 1)
+    rows = [
+        {"problem": "1+1?", "answer": r"Two, so $\boxed{2}$."},
+        {"problem": "2+2?", "answer": "4"},
+        {"problem": "3+3?", "answer": "3+3 = 6\n#### 6"},
+    ]
+    Path(config.data_dir, "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pairs = Dataset(config, plain).demonstrations(1, 2)
+    assert [(prompt.text, prompt.answer, completion) for prompt, completion in pairs] == [
+        ("3+3?", "6", "3+3 = 6\nThe final answer is \\boxed{6}."),
+        ("1+1?", "2", r"Two, so $\boxed{2}$."),
+    ]
+
+
+def test_a_demonstration_always_ends_in_the_form_that_is_asked_for() -> None:
+    assert as_demonstration(Problem("a", "x", "7", solution=r"It is \fbox{7}")).endswith("\\boxed{7}.")
+
+
+def test_notes_reach_the_console(config: DatasetConfig, tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    run = RunConfig(model=ModelConfig(device="cpu"), task=config, reward=RewardConfig(name="countdown"))
+    run = replace(run, algorithm=replace(run.algorithm, max_new_tokens=8))
+    build_trainer(run, tmp_path / "run", resume=False, progress=Progress(console))
+    assert "note: evaluation set held: 1 of 2 problems" in console.file.getvalue()  # type: ignore[attr-defined]
