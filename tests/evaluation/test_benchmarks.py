@@ -30,7 +30,10 @@ from eepo.types import Completion, Prompt, Sampling, UserError, Verdict
 TEXTS = ["1 2 3 4 = 10 :", "2 3 4 5 = 14 :", "5 5 6 7 = 23 :", "1 1 6 7 = 15 :", "9 2 3 4 = 18 :", "2 2 2 9 = 60 :",
          "1 2 11 3 7 8 = 52 :"]  # fmt: skip
 SAMPLING = Sampling(temperature=1.5, max_new_tokens=16, seed=3)
-NUM_SAMPLES, MAX_ROWS = 4, 8  # so greedy is one part of 7 problems, and the samples are four parts of 2, 2, 2, 1
+NUM_SAMPLES, MAX_ROWS = 4, 8  # so greedy is one part of 7 problems, and the samples are four parts
+PARTS = [([f"p{place}" for place in range(7)], 1)] + [
+    (ids, NUM_SAMPLES) for ids in (["p0", "p1"], ["p2", "p3"], ["p4", "p5"], ["p6"])
+]
 
 
 class Stopped(Exception):
@@ -203,6 +206,9 @@ def test_a_kill_while_writing_costs_no_more_than_the_part(
     evaluation(tmp_path, engine, SumReward(), problem_set).run()
     assert same(tmp_path, never_stopped)
     assert engine.calls
+    assert [call for call in engine.calls if call not in PARTS] == [], (
+        "in batches of other shapes, the last bits change"
+    )
 
 
 def test_a_finished_evaluation_samples_nothing(
