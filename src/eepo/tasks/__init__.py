@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from eepo.config import CountdownConfig, DatasetConfig, TaskConfig
+from eepo.config import CountdownConfig, DatasetConfig, SumsConfig, TaskConfig
 from eepo.protocols import Task
 from eepo.tasks.countdown import Countdown
 from eepo.tasks.dataset import Dataset
-from eepo.types import UserError
+from eepo.tasks.reasoning_gym import ReasoningGym
+from eepo.tasks.sums import Sums
 
 
 def build_task(config: TaskConfig, tokenizer: Any, order_seed: int = 0) -> Task:
@@ -17,4 +18,6 @@ def build_task(config: TaskConfig, tokenizer: Any, order_seed: int = 0) -> Task:
         return Countdown(config, tokenizer, order_seed)
     if isinstance(config, DatasetConfig):
         return Dataset(config, tokenizer, order_seed)
-    raise UserError(f'task.name = "{config.name}" is not there yet')
+    if isinstance(config, SumsConfig):
+        return Sums(config, tokenizer, order_seed)
+    return ReasoningGym(config, tokenizer, order_seed)
