@@ -128,7 +128,7 @@ def test_a_solution_column_is_kept_beside_an_answer(tmp_path: Path) -> None:
     assert (problem.answer, problem.solution) == ("4", "Two and two.")
 
 
-@pytest.mark.parametrize("cell", ["", "  ", None, [], "$ $", r"So \boxed{}.", "Hm.\n####", [""]])
+@pytest.mark.parametrize("cell", ["", "  ", None, [], "$ $", r"So \boxed{}.", r"So \boxed{4", "Hm.\n####", [""]])
 def test_an_empty_answer_is_refused(cell: Any, tmp_path: Path) -> None:
     path = write_lines(tmp_path / "p.jsonl", [*ROWS, {"problem": "Say it.", "answer": cell}])
     line = error_of(path)
@@ -218,7 +218,7 @@ def test_a_bad_line_is_named_with_file_and_number(third: bytes, told: str, tmp_p
 
 
 def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eepo.tasks.problems.MAX_LINE_BYTES", 100)
+    monkeypatch.setattr("eepo.tasks.rows.MAX_LINE_BYTES", 100)
     path = tmp_path / "p.jsonl"
     path.write_text(json.dumps({"problem": "x" * 200, "answer": "1"}))
     assert error_of(str(path)) == f"{path}:1: the line is longer than 100 bytes"

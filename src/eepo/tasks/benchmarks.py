@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from eepo.tasks.problems import SUFFIXES, Columns, Problem, column_names, read_problems
+from eepo.tasks.problems import Problem, read_problems
+from eepo.tasks.rows import SUFFIXES, Columns, column_names
 from eepo.types import UserError
 
 

@@ -5,21 +5,16 @@ Nothing is mended in silence: a row without an answer stops the run, because a w
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from eepo.tasks.rows import SUFFIXES, Columns, check_columns, find_reader, stem
 from eepo.types import UserError
 
-SUFFIXES = (".jsonl", ".json", ".parquet")
-MAX_LINE_BYTES = 16 * 2**20  # of a .jsonl file: a longer line is no problem, but a broken file
-HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::(.+))?")  # owner/name, then :config or :file of the repository
-
-Row = tuple[str, dict[str, Any]]  # where it stands, for error lines; what stands there
+__all__ = ["SUFFIXES", "Columns", "Problem", "marked_answer", "read_problems", "split_at_mark", "stem"]
 
 
 @dataclass(frozen=True)
@@ -31,19 +26,6 @@ class Problem:
     answer: str
     level: int | None = None
     solution: str | None = None
-
-
-@dataclass(frozen=True)
-class Columns:
-    """What the columns are called. The level is looked for only where it is there."""
-
-    problem: str = "problem"
-    answer: str = "answer"
-    level: str = "level"
-
-    def read(self) -> tuple[str, ...]:
-        """All that is ever looked at; what else a data set holds (pictures, say) is not even loaded."""
-        return self.problem, self.answer, self.level, "id", "solution"
 
 
 def read_problems(
@@ -68,159 +50,15 @@ def read_problems(
     return _of_levels(problems, levels, source, columns.level) if levels else problems
 
 
-def stem(source: str) -> str:
-    """A short name: maths for data/maths.jsonl, for acme/maths and for acme/maths:hard."""
-    hub = None if Path(source).suffix in SUFFIXES and ":" not in source else HUB_NAME.fullmatch(source)
-    return hub[1].split("/")[1] if hub else Path(source).stem
-
-
-def column_names(file: Path) -> list[str]:
-    """Of a file; of its first row, where rows have their own."""
-    if file.suffix == ".parquet":
-        return list(_parquet(file).schema_arrow.names)
-    first = next(_READERS[file.suffix](file, Columns()), None)
-    return list(first[1]) if first else []
-
-
-def find_reader(source: str, columns: Columns, split: str, data_dir: str) -> Callable[[], Iterator[Row]]:
-    """What reads the rows of `source`: it may be a file or a name, and a wrong one must not sound like the other."""
-    places = list(dict.fromkeys((Path(data_dir) / source, Path(source))))
-    file = next((place for place in places if place.is_file()), None)
-    hub = HUB_NAME.fullmatch(source)
-    if file is not None:
-        if file.suffix not in _READERS:
-            raise UserError(f"{source}: problems are read from {', '.join(SUFFIXES)} files, got {file.suffix!r}")
-        return lambda: _READERS[file.suffix](file, columns)
-    if hub and (hub[2] or Path(source).suffix not in SUFFIXES):
-        return lambda: _hub_rows(hub[1], hub[2] or "", split, columns)
-    if Path(source).suffix in SUFFIXES:
-        raise UserError(f"{source}: no such file; looked for {' and '.join(map(str, places))}")
-    raise UserError(
-        f"{source!r} is neither a {', '.join(SUFFIXES)} file nor a hub data set (owner/name or owner/name:config)"
-    )
-
-
-# ---- where rows come from
-
-
-def _jsonl_rows(file: Path, columns: Columns) -> Iterator[Row]:
-    with _opened(file) as lines:
-        number = 0
-        while line := lines.readline(MAX_LINE_BYTES + 1):
-            number += 1
-            where = f"{file}:{number}"
-            if len(line) > MAX_LINE_BYTES:
-                raise UserError(f"{where}: the line is longer than {MAX_LINE_BYTES} bytes")
-            if line.strip():
-                yield where, _object(_parsed(line, where), where)
-
-
-def _json_rows(file: Path, columns: Columns) -> Iterator[Row]:
-    with _opened(file) as whole:
-        rows = _parsed(whole.read(), str(file))
-    if not isinstance(rows, list):
-        raise UserError(f"{file}: a .json file must hold one list of objects, got {_kind(rows)}")
-    for index, row in enumerate(rows):
-        where = f"{file}: row {index}"
-        yield where, _object(row, where)
-
-
-def _parquet_rows(file: Path, columns: Columns) -> Iterator[Row]:
-    table = _parquet(file)
-    from pyarrow import ArrowException
-
-    try:
-        names = table.schema_arrow.names
-        _check_columns(names, columns, str(file))
-        index = 0
-        for batch in table.iter_batches(1024, columns=[name for name in names if name in columns.read()]):
-            for row in batch.to_pylist():
-                yield f"{file}: row {index}", row
-                index += 1
-    except (ArrowException, OSError) as error:
-        raise UserError(f"{file}: not a readable parquet file ({_first_line(error)})") from None
-
-
-def _parquet(file: Path) -> Any:
-    try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
-    except ImportError:
-        raise UserError(f'{file}: reading parquet needs pyarrow: pip install "eepo[data]"') from None
-    try:
-        return ParquetFile(file)
-    except (ArrowException, OSError) as error:
-        raise UserError(f"{file}: not a readable parquet file ({_first_line(error)})") from None
-
-
-def _hub_rows(name: str, part: str, split: str, columns: Columns) -> Iterator[Row]:
-    """`part`: a config of the data set, or one of its files."""
-    try:
-        import datasets
-    except ImportError:
-        raise UserError(f'{name}: hub data sets need the datasets package: pip install "eepo[data]"') from None
-    is_file = Path(part).suffix in SUFFIXES
-    wanted: dict[str, Any] = {"data_files": {split: part}} if is_file else {"name": part or None}
-    source = f"{name}:{part}" if part else name
-    try:
-        rows = datasets.load_dataset(name, split=split, **wanted)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise UserError(f"hub data set {source}, split {split!r}: {_first_line(error)}") from None
-    _check_columns(list(rows.column_names), columns, f"hub data set {source}")
-    for index, row in enumerate(rows.select_columns([n for n in rows.column_names if n in columns.read()])):
-        yield f"hub data set {source}: row {index}", dict(row)
-
-
-_READERS: dict[str, Callable[[Path, Columns], Iterator[Row]]] = {
-    ".jsonl": _jsonl_rows,
-    ".json": _json_rows,
-    ".parquet": _parquet_rows,
-}
-
-
-def _opened(file: Path) -> Any:
-    try:
-        return file.open("rb")
-    except OSError as error:
-        raise UserError(f"{file}: {error.strerror}") from None
-
-
-def _parsed(raw: bytes, where: str) -> Any:
-    try:
-        return json.loads(raw.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise UserError(f"{where}: not UTF-8 at byte {error.start}") from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not JSON at character {error.pos}: {error.msg}") from None
-    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, a list a thousand deep
-        raise UserError(f"{where}: not JSON that can be read: {_first_line(error)}") from None
-
-
-def _object(row: Any, where: str) -> dict[str, Any]:
-    if not isinstance(row, dict):
-        raise UserError(f"{where}: a row must be an object with columns, got {_kind(row)}")
-    return row
-
-
-def _check_columns(names: Sequence[str], columns: Columns, where: str) -> None:
-    for key, column in (("task.problem_column", columns.problem), ("task.answer_column", columns.answer)):
-        if column not in names:
-            there = ", ".join(map(str, names)) or "none"
-            raise UserError(f"{where}: no column {column!r} ({key}); there are {there}")
-
-
-# ---- from a row to a problem
-
-
 def _problem(row: dict[str, Any], where: str, columns: Columns, source: str, index: int) -> Problem:
-    _check_columns(list(row), columns, where)
+    check_columns(list(row), columns, where)
     text = row[columns.problem]
     if not isinstance(text, str) or not text.strip():
         raise UserError(f"{where}: {columns.problem} must be a text that is not empty, got {_short(text)}")
     cell = _cell(row[columns.answer], f"{where}: {columns.answer}")
     marked = marked_answer(cell)
     answer = _without_dollars(cell) if marked is None else marked
-    if not answer:
+    if not answer or (marked is None and "\\boxed" in cell):  # a box that never closes
         raise UserError(f"{where}: {columns.answer} holds no answer, got {_short(row[columns.answer])}")
     solution = row.get("solution") if marked is None else cell
     for value in (text, cell, solution):
@@ -319,15 +157,6 @@ def _check_text(text: Any, where: str) -> None:
     """What no tokenizer takes: half a UTF-16 pair, which JSON can spell, and NUL."""
     if isinstance(text, str) and ("\0" in text or any("\ud800" <= sign <= "\udfff" for sign in text)):
         raise UserError(f"{where}: a NUL or half a character (a lone surrogate) in {_short(text)}")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _kind(value: Any) -> str:
-    kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
-    return kinds.get(type(value), "a number")
 
 
 def _short(value: Any) -> str:
