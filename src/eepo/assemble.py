@@ -113,7 +113,7 @@ def build_evaluation(options: BenchmarkOptions, out: Path, progress: Progress) -
     template, stop = pick_template(options.template, tables), tables.get("rollout", {}).get("stop", "")
     where = ModelConfig(options.model, options.revision, options.trust_remote_code, options.device)
     device, tokenizer = pretrained.pick_device(where.device), pretrained.load_tokenizer(where)
-    if tokenizer.chat_template and options.template is None:
+    if tokenizer.chat_template and options.template is None and not tables:
         progress.say(f'prompts are in template "{template}"; the model has a chat template: --template chat uses it')
     sets = prompt_sets(problems, template, tokenizer, options.max_prompt_tokens)
     dtype = pretrained.pick_dtype("auto", device)

@@ -118,6 +118,13 @@ def test_rows_that_were_asked_otherwise_are_said_not_to_compare(tmp_path: Path) 
     assert "not comparable" not in accuracy_grid(results[:1]).caption
 
 
+def test_rows_over_other_numbers_of_problems_are_said_not_to_compare(tmp_path: Path) -> None:
+    places = [write(tmp_path / name, f"acme/{name}", [0.1]) for name in ("a", "b")]
+    path = places[1] / "results.json"
+    path.write_text(path.read_text().replace('"num_problems": 40', '"num_problems": 39'))
+    assert "differ in number of problems." in accuracy_grid([read_result(place) for place in places]).caption
+
+
 def test_problems_left_out_are_said(tmp_path: Path) -> None:
     grid = accuracy_grid([read_result(write(tmp_path / "a", "acme/m", [0.1], left_out=3))])
     assert "3 of Minerva Math" in grid.caption

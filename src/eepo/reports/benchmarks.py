@@ -154,6 +154,9 @@ def _problem_notes(results: Sequence[Result]) -> list[str]:
 def _difference_notes(results: Sequence[Result]) -> list[str]:
     """Rows that were asked otherwise are not comparable, and the table says so."""
     unlike = [key for key in SAME if len({str(result.settings.get(key)) for result in results}) > 1]
+    counts = {(name, told["num_problems"]) for result in results for name, told in result.benchmarks.items()}
+    if len(counts) > len(dict(counts)):
+        unlike.append("number of problems")
     return [f"Rows are not comparable: they differ in {', '.join(unlike)}."] if unlike else []
 
 
