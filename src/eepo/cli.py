@@ -65,6 +65,26 @@ def train(recipe: Recipe, out: Out, overrides: Overrides = None, resume: Resume 
 
 
 @app.command()
+def doctor(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    samples: Annotated[int, typer.Option("--samples", min=1, max=1024, help="Prompts to sample completions for.")] = 8,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N; empty: the recipe's.")] = "",
+) -> None:
+    """Check a recipe before hours are spent: model, data, prompt, gold answers, memory and a few samples."""
+    from eepo.doctor import examine
+
+    progress = Progress()
+    levels = []
+    for finding in examine(recipe, [*(overrides or ()), *([f"model.device={device}"] if device else ())], samples):
+        progress.say(finding.line())
+        levels.append(finding.level)
+    progress.say(f"{levels.count('fail')} failed, {levels.count('warn')} to look at")
+    if "fail" in levels:
+        raise typer.Exit(1)
+
+
+@app.command()
 def compare(recipes: Recipes, out: Out, seeds: Seeds = 3, overrides: Overrides = None) -> None:
     """Train recipes over seeds at equal rollouts; print means with 95 % intervals, and write a report."""
     _compare(recipes, seeds, out, overrides, Progress())

@@ -8,6 +8,7 @@ every process, so that a resumed run would not be the same run. A name that is n
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 from types import ModuleType
 from typing import Any
@@ -62,10 +63,9 @@ def check(name: str) -> None:
 
 def package() -> ModuleType:
     try:
-        import reasoning_gym
+        return importlib.import_module("reasoning_gym")
     except ImportError as error:
         raise UserError('task.name = "reasoning_gym" needs: pip install "eepo[reasoning_gym]"') from error
-    return reasoning_gym
 
 
 def open_dataset(name: str, size: int, seed: int) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from eepo import checkpoint, smollm2
@@ -62,6 +62,17 @@ def resolve(path: str) -> str:
 
 def load_tokenizer(config: ModelConfig) -> Any:
     return _load(AutoTokenizer, config)
+
+
+def load_shape(config: ModelConfig) -> tuple[Any, int]:
+    """The model's `transformers` config and its number of parameters, without its weights."""
+    shape = _load(AutoConfig, config)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(shape, trust_remote_code=config.trust_remote_code)
+    except ValueError as error:
+        raise UserError(f'model.path = "{config.path}" is a {shape.model_type}, not a causal language model') from error
+    return shape, sum(weight.numel() for weight in model.parameters())
 
 
 def load_model(config: ModelConfig, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:

@@ -47,6 +47,10 @@ class Dataset:
         self._demonstrations = [(prompt, solutions[prompt.id]) for prompt in self._prompts if prompt.id in solutions]
         self._evaluation = self._read_evaluation(columns, train)
 
+    @property
+    def num_train(self) -> int:
+        return len(self._prompts)
+
     def training_prompts(self, first: int, count: int) -> list[Prompt]:
         prompts = []
         for position in range(first, first + count):

@@ -1,0 +1,158 @@
+"""How much memory a run needs, from the model's shape alone: so that a recipe that cannot fit is told so at once.
+
+Weights and moments are counted exactly. What a forward pass keeps is an estimate for decoders of today (attention, a
+gated feed-forward part, norms): right within a third or so, which is what choosing a batch size needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eepo.config import RunConfig
+
+FP32 = 4  # bytes
+HEAD_BYTES = 24  # a logit of the policy's head, forward and backward: itself, softmax, entropy, their gradients
+DRAW_BYTES = 32  # a logit of the engine's: itself, softmax, and the cumulative sums in fp64
+CACHE_ROOM = 1.5  # buffers of keys and values grow by doubling
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a decoder."""
+
+    num_parameters: int
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_key_value_heads: int
+    head_dim: int
+    vocabulary: int
+    positions: int | None  # None: without a limit
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes. `held` stays for the whole run; of `phases` only one happens at a time."""
+
+    held: dict[str, int]
+    phases: dict[str, int]
+
+    @property
+    def largest_phase(self) -> str:
+        return max(self.phases, key=lambda name: self.phases[name])
+
+    @property
+    def total(self) -> int:
+        return sum(self.held.values()) + self.phases[self.largest_phase]
+
+
+def shape_of(model_config: Any, num_parameters: int) -> Shape:
+    """From a `transformers` config. Families leave out what follows from the rest."""
+    text = model_config.get_text_config()
+    heads = text.num_attention_heads
+    return Shape(
+        num_parameters=num_parameters,
+        num_layers=text.num_hidden_layers,
+        hidden_size=text.hidden_size,
+        intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        vocabulary=text.vocab_size,
+        positions=getattr(text, "max_position_embeddings", None),
+    )
+
+
+def needs(shape: Shape, config: RunConfig, prompt_tokens: int, rollout_dtype: torch.dtype, cuda: bool) -> Needs:
+    """Of training `config`; `prompt_tokens` is the length of a long prompt."""
+    weights = FP32 * shape.num_parameters
+    held = {"policy": weights, "optimizer": 2 * weights, "rollout copy": rollout_dtype.itemsize * shape.num_parameters}
+    if config.algorithm.kl_coef > 0:
+        held["reference"] = weights
+    scoring = _scoring(shape, config, prompt_tokens, cuda)
+    phases = {"sampling": _sampling(shape, config, prompt_tokens, rollout_dtype), "update": weights + scoring}
+    if config.algorithm.num_stages > 1 and config.algorithm.gate != "never":
+        phases["unlearning"] = 2 * weights + scoring  # the gradient, and the next micro-batch's beside it
+    return Needs(held, phases)
+
+
+def _sampling(shape: Shape, config: RunConfig, prompt_tokens: int, dtype: torch.dtype) -> int:
+    """Keys and values of all rows at their longest, and one distribution for each row."""
+    per_stage = config.training.prompts_per_step * config.algorithm.group_size // config.algorithm.num_stages
+    rows = min(config.rollout.max_rows, per_stage)
+    length = prompt_tokens + config.algorithm.max_new_tokens
+    per_token = 2 * shape.num_layers * shape.num_key_value_heads * shape.head_dim * dtype.itemsize
+    return int(rows * length * per_token * CACHE_ROOM) + rows * shape.vocabulary * DRAW_BYTES
+
+
+def _scoring(shape: Shape, config: RunConfig, prompt_tokens: int, cuda: bool) -> int:
+    """What one micro-batch keeps for its backward pass, and the logits that exist at one time."""
+    length = prompt_tokens + config.algorithm.max_new_tokens
+    in_mini_batch = config.training.prompts_per_mini_batch * config.algorithm.group_size * length
+    tokens = max(length, min(config.model.micro_batch_tokens, in_mini_batch))
+    width = 2 if cuda else FP32  # matrix products are bf16 on a GPU; norms and the residual stream stay fp32
+    layer = 6 * FP32 * shape.hidden_size + 4 * width * (shape.hidden_size + shape.intermediate_size)
+    if config.model.gradient_checkpointing:
+        kept = shape.num_layers * FP32 * shape.hidden_size + layer
+    else:
+        kept = shape.num_layers * layer
+    casts = 2 * shape.num_parameters if cuda else 0  # bf16 copies of the weights, for one pass
+    return tokens * kept + min(config.model.head_tokens, tokens) * shape.vocabulary * HEAD_BYTES + casts
+
+
+def smaller(
+    shape: Shape, config: RunConfig, prompt_tokens: int, rollout_dtype: torch.dtype, cuda: bool, free: int
+) -> dict[str, Any] | None:
+    """Knobs with which the run fits into `free` bytes and computes the same, only slower; None if there are none."""
+    changed: dict[str, Any] = {}
+    while (now := needs(shape, config, prompt_tokens, rollout_dtype, cuda)).total > free:
+        change = _next_change(config, now.largest_phase)
+        if change is None:
+            return None
+        section, knob, value = change
+        changed[f"{section}.{knob}"] = value
+        config = dataclasses.replace(
+            config, **{section: dataclasses.replace(getattr(config, section), **{knob: value})}
+        )
+    return changed
+
+
+def _next_change(config: RunConfig, phase: str) -> tuple[str, str, Any] | None:
+    model, max_rows = config.model, config.rollout.max_rows
+    if phase == "sampling":
+        return ("rollout", "max_rows", max_rows // 2) if max_rows >= 16 else None
+    if not model.gradient_checkpointing:
+        return "model", "gradient_checkpointing", True
+    if model.micro_batch_tokens >= 2048:
+        return "model", "micro_batch_tokens", model.micro_batch_tokens // 2
+    return ("model", "head_tokens", model.head_tokens // 2) if model.head_tokens >= 512 else None
+
+
+def checkpoint_bytes(shape: Shape, config: RunConfig) -> int:
+    """Weights and two moments in fp32 for each checkpoint kept and the one being written, and the final weights."""
+    weights = FP32 * shape.num_parameters
+    return 3 * weights * (config.training.keep_checkpoints + 1) + weights
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes; None where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    table = Path("/proc/meminfo")
+    if not table.exists():
+        return None
+    rows = dict(line.split(":", 1) for line in table.read_text().splitlines())
+    return int(rows["MemAvailable"].split()[0]) * 1024
+
+
+def free_disk(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
+
+
+def gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.0f} MiB"

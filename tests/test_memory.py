@@ -1,0 +1,114 @@
+"""What a run needs, against numbers worked out by hand for a known shape."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eepo import memory, pretrained
+from eepo.config import AlgorithmConfig, ModelConfig, RolloutConfig, RunConfig, TrainingConfig
+from eepo.memory import Shape
+
+SHAPE = Shape(
+    num_parameters=1000, num_layers=2, hidden_size=8, intermediate_size=32, num_key_value_heads=2, head_dim=4,
+    vocabulary=50, positions=64,
+)  # fmt: skip
+RUN = RunConfig(
+    model=ModelConfig(micro_batch_tokens=40, head_tokens=16),
+    algorithm=AlgorithmConfig(num_stages=1, group_size=4, max_new_tokens=10, kl_coef=0.0),
+    training=TrainingConfig(prompts_per_step=8, prompts_per_mini_batch=4),
+    rollout=RolloutConfig(max_rows=16),
+)
+
+
+def needs(config: RunConfig, dtype: torch.dtype = torch.float32, cuda: bool = False) -> memory.Needs:
+    return memory.needs(SHAPE, config, prompt_tokens=10, rollout_dtype=dtype, cuda=cuda)
+
+
+def change(section: str, **knobs: Any) -> RunConfig:
+    return dataclasses.replace(RUN, **{section: dataclasses.replace(getattr(RUN, section), **knobs)})
+
+
+def test_the_shape_of_a_real_model_is_read_without_its_weights(demo_model: Any) -> None:
+    shape = memory.shape_of(*pretrained.load_shape(ModelConfig()))
+    assert shape.num_parameters == sum(weight.numel() for weight in demo_model.parameters())
+    assert (shape.num_layers, shape.hidden_size, shape.vocabulary, shape.positions) == (4, 128, 211, 128)
+    assert shape.num_key_value_heads * shape.head_dim == demo_model.model.layers[0].self_attn.k_proj.out_features
+
+
+def test_families_that_leave_numbers_out_are_understood() -> None:
+    from transformers import GPT2Config
+
+    shape = memory.shape_of(GPT2Config(n_embd=64, n_head=4, n_layer=3, n_positions=32), 5)
+    assert shape == Shape(5, 3, 64, 256, 4, 16, 50257, 32)
+
+
+def test_what_is_held() -> None:
+    assert needs(RUN).held == {"policy": 4000, "optimizer": 8000, "rollout copy": 4000}
+    assert needs(RUN, torch.bfloat16).held["rollout copy"] == 2000
+    assert needs(change("algorithm", kl_coef=1e-4)).held["reference"] == 4000
+
+
+def test_sampling_holds_keys_values_and_one_distribution_a_row() -> None:
+    # 16 rows of 10 + 10 tokens; keys and values: 2 x 2 layers x 2 heads x 4 x 4 bytes = 128 a token, half as much room
+    assert needs(RUN).phases["sampling"] == 16 * 20 * 128 * 3 // 2 + 16 * 50 * 32
+    # a stage of EEPO samples half of the group: 8 prompts x 4 / 2 = 16 rows still; with 4 rows at a time, a quarter
+    assert needs(change("rollout", max_rows=4)).phases["sampling"] * 4 == needs(RUN).phases["sampling"]
+
+
+def test_the_update_holds_gradients_activations_and_some_logits() -> None:
+    # a layer keeps 6 x 4 x 8 + 4 x 4 x (8 + 32) = 832 bytes a token; 40 tokens, 16 of them with logits at one time
+    assert needs(RUN).phases["update"] == 4000 + 40 * 2 * 832 + 16 * 50 * 24
+    checkpointed = needs(change("model", gradient_checkpointing=True)).phases["update"]
+    assert checkpointed == 4000 + 40 * (2 * 4 * 8 + 832) + 16 * 50 * 24
+    # one row is never cut: 20 tokens, though 5 were asked for
+    assert needs(change("model", micro_batch_tokens=5)).phases["update"] == 4000 + 20 * 2 * 832 + 16 * 50 * 24
+
+
+def test_unlearning_has_a_gradient_of_its_own() -> None:
+    assert "unlearning" not in needs(RUN).phases
+    eepo = needs(change("algorithm", num_stages=2))
+    assert eepo.phases["unlearning"] == eepo.phases["update"] + 4000
+    assert eepo.largest_phase == "unlearning"
+    assert eepo.total == 16000 + eepo.phases["unlearning"]
+    assert "unlearning" not in needs(change("algorithm", num_stages=2, gate="never")).phases
+
+
+def test_advice_fits_and_is_needed() -> None:
+    run = dataclasses.replace(
+        change("model", micro_batch_tokens=16384, head_tokens=4096),
+        training=TrainingConfig(prompts_per_step=1024, prompts_per_mini_batch=1024),
+    )
+    big = dataclasses.replace(SHAPE, num_layers=40, vocabulary=50_000)
+    whole = memory.needs(big, run, 10, torch.float32, False).total
+    for share in (0.9, 0.6, 0.3):
+        changes = memory.smaller(big, run, 10, torch.float32, False, int(share * whole))
+        assert changes
+        changed = run
+        for key, value in changes.items():
+            section, knob = key.split(".")
+            part = dataclasses.replace(getattr(changed, section), **{knob: value})
+            changed = dataclasses.replace(changed, **{section: part})
+        assert memory.needs(big, changed, 10, torch.float32, False).total <= share * whole
+    assert memory.smaller(big, run, 10, torch.float32, False, whole) == {}
+    assert memory.smaller(big, run, 10, torch.float32, False, 1000) is None
+
+
+def test_disk_for_checkpoints() -> None:
+    # 12 bytes a parameter in each of 2 kept and 1 being written, and 4 in the final weights
+    assert memory.checkpoint_bytes(SHAPE, RUN) == 3 * 12_000 + 4000
+
+
+def test_free_numbers_are_those_of_this_machine(tmp_path: Path) -> None:
+    free = memory.free_memory(torch.device("cpu"))
+    assert free is None or 2**20 < free < 2**50
+    assert memory.free_disk(tmp_path) > 0
+
+
+@pytest.mark.parametrize(("size", "text"), [(5 * 2**20, "5 MiB"), (2**30, "1.0 GiB"), (37 * 2**28, "9.2 GiB")])
+def test_sizes_are_read_easily(size: int, text: str) -> None:
+    assert memory.gib(size) == text
