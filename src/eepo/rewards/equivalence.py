@@ -15,7 +15,7 @@ from typing import Any
 
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
-from sympy import Eq, Expr, Float, Rational, default_sort_key
+from sympy import Eq, Expr, Float, Mod, Rational, ceiling, default_sort_key, floor
 from sympy.core.relational import Relational
 
 from eepo.rewards.latex import ROW, brackets, plain, split, squeeze
@@ -28,6 +28,7 @@ MAX_PARTS = 64  # elements of a list, a tuple or a set
 MAX_DEPTH = 8  # brackets in brackets
 NUM_POINTS = 6  # at which two formulas are compared
 DIGITS = 30  # of those values
+STEPS = (floor, ceiling, Mod)
 
 _COMMA = re.compile(r"[,;]|\\text\{\s*,?\s*(?:and|or)\s*\}|,?\s+(?:and|or)\s+")
 _LIST_COMMA = re.compile(r"(?!(?<=\d),\d{3}(?!\d))(?:[,;]|\\text\{\s*,?\s*(?:and|or)\s*\}|,?\s+(?:and|or)\s+)")
@@ -317,11 +318,15 @@ def _proportional(gold: Expr, answer: Expr) -> bool | None:
 
 
 def _values(gold: Expr, answer: Expr) -> Iterator[tuple[complex, complex]]:
-    """Both at random points between 0 and 3 (a single point if there is no variable), where they are finite."""
+    """Both at random points (a single one if there is no variable), where they are finite.
+
+    Between 0 and 3, where powers stay small; but steps, such as those of ⌊n/5⌋, only show at large whole numbers.
+    """
     symbols = sorted(gold.free_symbols | answer.free_symbols, key=default_sort_key)
-    rng = random.Random(0)
+    rng, steps = random.Random(0), gold.has(*STEPS) or answer.has(*STEPS)
     for _ in range(NUM_POINTS if symbols else 1):
-        point = {symbol: Rational(rng.randrange(300, 2700), 997) for symbol in symbols}
+        drawn = [rng.randrange(300, 2700) for _ in symbols]
+        point = {symbol: Rational(number, 1 if steps else 997) for symbol, number in zip(symbols, drawn, strict=True)}
         left, right = (_number(formula.subs(point)) for formula in (gold, answer))
         if left is not None and right is not None:
             yield left, right

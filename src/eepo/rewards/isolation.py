@@ -137,22 +137,28 @@ class _Worker:
             self.send(item, answer, text)
 
     def verdict(self) -> Verdict | None:
-        """Of the item sent last; None if the line was about something else, such as the death of an idle child."""
+        """Of the item sent last; None if what there is to read is about something else: an idle child that died."""
         reply = self._line()
-        if reply is None and not self._ready:
-            raise UserError(f'reward.name = "{self.judge}": its process did not start; its error stands above')
+        while reply and reply.get("item") != self._serial:
+            self._ready = True
+            if b"\n" not in self._buffer:
+                return None
+            reply = self._line()
         if reply is None:
-            self.stop()
-            self._start()
-            return _unanswered("crashed")
-        self._ready = True
-        if reply.get("item") != self._serial:
-            return None
+            return self._lost()
         if "error" in reply:
             raise UserError(f'reward.name = "{self.judge}" failed on a completion: {reply["error"]}')
         if "died" in reply:
             return _unanswered(reply["died"])
         return Verdict(reply["reward"], reply["answer"], reply["reason"])
+
+    def _lost(self) -> Verdict:
+        """The whole process is gone, not just its child."""
+        if not self._ready:
+            raise UserError(f'reward.name = "{self.judge}": its process did not start; its error stands above')
+        self.stop()
+        self._start()
+        return _unanswered("crashed")
 
     def blocked(self) -> Verdict | None:
         """CPU time cannot end a judge that sleeps or waits for a network: far beyond it, the clock does."""

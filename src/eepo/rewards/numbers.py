@@ -16,10 +16,10 @@ TOLERANCE = Fraction(1, 10**6)
 
 _DECIMAL = r"(?:\d{1,3}(?:[, ]\d{3})+|\d+)?(?:\.\d*)?"
 _POWER = r"(?:\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*\{?\s*([-+]?\d{1,4})\s*\}?|[eE]([-+]?\d{1,4}))"
-_SIGNED = re.compile(rf"\s*([-+]?)\s*({_DECIMAL}){_POWER}?\s*")
-_TEN_POWER = re.compile(r"\s*([-+]?)\s*10\s*\^\s*\{?\s*([-+]?\d{1,4})\s*\}?\s*")
-_FRACTION = re.compile(r"\s*([-+]?)\s*(\d{0,9})\s*\\frac\s*\{([^{}]+)\}\s*\{([^{}]+)\}\s*")
-_BASE = re.compile(r"\(?\s*([0-9A-Za-z]+)\s*\)?\s*_\s*\{?\s*(?:\\text\{\s*)?(\d{1,2}|[a-z]+)\s*\}?\s*\}?")
+_SIGNED = re.compile(rf"\s*([-+]?)\s*({_DECIMAL}){_POWER}?\s*", re.ASCII)
+_TEN_POWER = re.compile(r"\s*([-+]?)\s*10\s*\^\s*\{?\s*([-+]?\d{1,4})\s*\}?\s*", re.ASCII)
+_FRACTION = re.compile(r"\s*([-+]?)\s*(\d{0,9})\s*\\frac\s*\{([^{}]+)\}\s*\{([^{}]+)\}\s*", re.ASCII)
+_BASE = re.compile(r"\(?\s*([0-9A-Za-z]+)\s*\)?\s*_\s*\{?\s*(?:\\text\{\s*)?(\d{1,2}|[a-z]+)\s*\}?\s*\}?", re.ASCII)
 _BASE_NAMES = {
     "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10,
     "eleven": 11, "twelve": 12, "thirteen": 13, "fourteen": 14, "fifteen": 15, "sixteen": 16,
