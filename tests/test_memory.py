@@ -18,7 +18,7 @@ SHAPE = Shape(
     vocabulary=50, positions=64,
 )  # fmt: skip
 RUN = RunConfig(
-    model=ModelConfig(micro_batch_tokens=40, head_tokens=16),
+    model=ModelConfig(micro_batch_tokens=40, head_tokens=8),
     algorithm=AlgorithmConfig(num_stages=1, group_size=4, max_new_tokens=10, kl_coef=0.0),
     training=TrainingConfig(prompts_per_step=8, prompts_per_mini_batch=4),
     rollout=RolloutConfig(max_rows=16),
@@ -61,21 +61,28 @@ def test_sampling_holds_keys_values_and_one_distribution_a_row() -> None:
 
 
 def test_the_update_holds_gradients_activations_and_some_logits() -> None:
-    # a layer keeps 6 x 4 x 8 + 4 x 4 x (8 + 32) = 832 bytes a token; 40 tokens, 16 of them with logits at one time
-    assert needs(RUN).phases["update"] == 4000 + 40 * 2 * 832 + 16 * 50 * 24
+    # a layer keeps 6 x 4 x 8 + 4 x 4 x (8 + 32) = 832 bytes a token; 40 tokens, 8 of them with logits at one time
+    assert needs(RUN).phases["update"] == 4000 + 40 * 2 * 832 + 8 * 50 * 16
     checkpointed = needs(change("model", gradient_checkpointing=True)).phases["update"]
-    assert checkpointed == 4000 + 40 * (2 * 4 * 8 + 832) + 16 * 50 * 24
-    # one row is never cut: 20 tokens, though 5 were asked for
-    assert needs(change("model", micro_batch_tokens=5)).phases["update"] == 4000 + 20 * 2 * 832 + 16 * 50 * 24
+    assert checkpointed == 4000 + 40 * (2 * 4 * 8 + 832) + 8 * 50 * 16
+    # one row is never cut: 20 tokens, though 5 were asked for; and half of the 40 are the prompts', without logits
+    assert needs(change("model", micro_batch_tokens=5)).phases["update"] == 4000 + 20 * 2 * 832 + 8 * 50 * 16
+    assert needs(change("model", head_tokens=999)).phases["update"] == 4000 + 40 * 2 * 832 + 20 * 50 * 16
+    # on a GPU, matrix products keep two bytes, and the weights exist once more in bf16
+    assert needs(RUN, cuda=True).phases["update"] == 4000 + 40 * 2 * (192 + 4 * 2 * 40) + 8 * 50 * 16 + 2000
 
 
 def test_unlearning_has_a_gradient_of_its_own() -> None:
     assert "unlearning" not in needs(RUN).phases
     eepo = needs(change("algorithm", num_stages=2))
-    assert eepo.phases["unlearning"] == eepo.phases["update"] + 4000
-    assert eepo.largest_phase == "unlearning"
-    assert eepo.total == 16000 + eepo.phases["unlearning"]
+    assert eepo.phases["unlearning"] == eepo.phases["update"] + 8 * 50 * 4  # log(1 - p) besides log p
+    assert eepo.largest_phase == "sampling"  # only one phase at a time: the others' memory is free by then
+    assert eepo.total == 16000 + eepo.phases["sampling"]
     assert "unlearning" not in needs(change("algorithm", num_stages=2, gate="never")).phases
+    wide = memory.needs(
+        dataclasses.replace(SHAPE, num_parameters=10**6), change("algorithm", num_stages=2), 10, torch.float32, False
+    )
+    assert wide.phases["unlearning"] == 8 * 10**6  # the gradient, and the weights that it leads to
 
 
 def test_advice_fits_and_is_needed() -> None:

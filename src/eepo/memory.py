@@ -1,7 +1,7 @@
 """How much memory a run needs, from the model's shape alone: so that a recipe that cannot fit is told so at once.
 
 Weights and moments are counted exactly. What a forward pass keeps is an estimate for decoders of today (attention, a
-gated feed-forward part, norms): right within a third or so, which is what choosing a batch size needs.
+gated feed-forward part, norms), good to about a quarter (`docs/doctor.md`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 from eepo.config import RunConfig
 
 FP32 = 4  # bytes
-HEAD_BYTES = 24  # a logit of the policy's head, forward and backward: itself, softmax, entropy, their gradients
+HEAD_BYTES = 16  # a logit of the policy's head, forward and backward (fitted)
+COMPLEMENT_BYTES = 4  # more, where log(1 - p) is asked for
 DRAW_BYTES = 32  # a logit of the engine's: itself, softmax, and the cumulative sums in fp64
 CACHE_ROOM = 1.5  # buffers of keys and values grow by doubling
 
@@ -74,10 +75,11 @@ def needs(shape: Shape, config: RunConfig, prompt_tokens: int, rollout_dtype: to
     held = {"policy": weights, "optimizer": 2 * weights, "rollout copy": rollout_dtype.itemsize * shape.num_parameters}
     if config.algorithm.kl_coef > 0:
         held["reference"] = weights
-    scoring = _scoring(shape, config, prompt_tokens, cuda)
-    phases = {"sampling": _sampling(shape, config, prompt_tokens, rollout_dtype), "update": weights + scoring}
+    update = weights + _scoring(shape, config, prompt_tokens, cuda, HEAD_BYTES)
+    phases = {"sampling": _sampling(shape, config, prompt_tokens, rollout_dtype), "update": update}
     if config.algorithm.num_stages > 1 and config.algorithm.gate != "never":
-        phases["unlearning"] = 2 * weights + scoring  # the gradient, and the next micro-batch's beside it
+        scoring = _scoring(shape, config, prompt_tokens, cuda, HEAD_BYTES + COMPLEMENT_BYTES)
+        phases["unlearning"] = weights + max(scoring, weights)  # the gradient, and at last the other weights beside it
     return Needs(held, phases)
 
 
@@ -90,7 +92,7 @@ def _sampling(shape: Shape, config: RunConfig, prompt_tokens: int, dtype: torch.
     return int(rows * length * per_token * CACHE_ROOM) + rows * shape.vocabulary * DRAW_BYTES
 
 
-def _scoring(shape: Shape, config: RunConfig, prompt_tokens: int, cuda: bool) -> int:
+def _scoring(shape: Shape, config: RunConfig, prompt_tokens: int, cuda: bool, head_bytes: int) -> int:
     """What one micro-batch keeps for its backward pass, and the logits that exist at one time."""
     length = prompt_tokens + config.algorithm.max_new_tokens
     in_mini_batch = config.training.prompts_per_mini_batch * config.algorithm.group_size * length
@@ -101,8 +103,9 @@ def _scoring(shape: Shape, config: RunConfig, prompt_tokens: int, cuda: bool) ->
         kept = shape.num_layers * FP32 * shape.hidden_size + layer
     else:
         kept = shape.num_layers * layer
+    sampled = tokens * config.algorithm.max_new_tokens // length  # only these have logits
     casts = 2 * shape.num_parameters if cuda else 0  # bf16 copies of the weights, for one pass
-    return tokens * kept + min(config.model.head_tokens, tokens) * shape.vocabulary * HEAD_BYTES + casts
+    return tokens * kept + min(config.model.head_tokens, sampled) * shape.vocabulary * head_bytes + casts
 
 
 def smaller(
