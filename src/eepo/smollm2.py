@@ -94,7 +94,7 @@ def _halves(weight: Tensor, num_heads: int) -> Tensor:
 
 
 def read_tokenizer(source: Path) -> Any:
-    """Digits are split off first, as where the model learned; what `transformers` rebuilds joins spaces before them."""
+    """Digits are split off first, as where the model learned; `transformers` alone would part two spaces before one."""
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
