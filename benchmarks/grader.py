@@ -99,7 +99,7 @@ def build(edit: str, golds: list[str]) -> list[Case]:
 
 def letters(text: str) -> str:
     """What an answer says, spelling aside: other golds that only look different are not other answers."""
-    text = re.sub(r"^\w+(?:\(\w\))?\s*=", "", text)
+    text = re.sub(r"^\w+(?:\(\w\))?\s*=|(?<=\d)\s*\\(?:text|mbox)\s?\{[^{}]*\}$", "", text)
     return re.sub(r"\\(?:text|mbox|left|right|circ|[dt]?frac|!|,|\$|%)|[^0-9A-Za-z.\-]", "", text).strip(".")
 
 

@@ -17,7 +17,7 @@ def knob(default: Any, *, above: float | None = None, least: float | None = None
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Where the policy starts. `path`: a folder, a hub name, or `builtin:countdown`."""
+    """Where the policy starts. `path`: a folder, a run, a hub name, `builtin:countdown` or `package:smollm2`."""
 
     path: str = "builtin:countdown"
     revision: str = "main"
@@ -75,6 +75,7 @@ class DatasetConfig:
     answer_column: str = "answer"  # a final answer, or a solution that ends in \\boxed{} or ####
     level_column: str = "level"
     levels: tuple[int, ...] = ()  # keep only these; empty: all
+    skip_unanswered: bool = False  # leave training rows without an answer out, and count them; false: they are errors
     template: str = "boxed"  # boxed: an instruction for base models; chat: the model's own; or a text with {problem}
     max_prompt_tokens: int = knob(1024, least=1)  # longer prompts are left out, and counted
 

@@ -47,6 +47,11 @@ class Verdict:
     answer: str | None  # the answer it gives, in a form that is equal for equal answers; None: no answer was found
     reason: str = ""  # in a few words: what matched, or why not
 
+    @property
+    def correct(self) -> bool:
+        """Fully: a grader may pay a little for a wrong answer, and accuracy must not count that."""
+        return self.reward >= 1
+
 
 @dataclass(frozen=True)
 class Sampling:

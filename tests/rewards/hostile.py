@@ -1,5 +1,7 @@
 r"""More than 200 answers that a model might write to hurt a grader: each must be answered, cheaply, and be wrong."""
 
+# ruff: noqa: E501
+
 from __future__ import annotations
 
 MEGABYTE = 2**20
@@ -31,7 +33,7 @@ def _powers() -> dict[str, str]:
         "log of tower": r"\log(9^{9^{9^9}})",
         "mod of tower": r"9^{9^{9^9}} \bmod 7",
         "fraction of towers": r"\frac{9^{9^{9^9}}}{9^{9^{9^9}}+1}",
-        "difference of towers": "9^{9^{9^9}} - 9^{9^{9^9}} + 42",
+        "difference of towers": "9^{9^{9^9}} - 9^{9^{9^9}} + 41",
         "e-notation": "1e999999999",
         "negative e-notation": "1e-999999999",
         "long exponent": "10^{" + "9" * 300 + "}",

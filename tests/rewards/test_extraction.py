@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from eepo.rewards.extraction import final_answer, last_boxed
+from eepo.boxed import last_boxed
+from eepo.rewards.extraction import final_answer
 
 
 @pytest.mark.parametrize(

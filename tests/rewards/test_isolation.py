@@ -18,7 +18,7 @@ from eepo.rewards import build_reward
 from eepo.rewards.isolation import PooledReward
 from eepo.types import Prompt, UserError, Verdict
 
-JUDGE = '''
+JUDGE = """
 import ctypes, os, time
 
 def judge(answer, text):
@@ -41,7 +41,7 @@ def judge(answer, text):
         return float(os.getpid())
     print("noise on the standard output")
     return answer == text
-'''
+"""
 
 Pool = Callable[..., PooledReward]
 
@@ -78,7 +78,7 @@ def test_verdicts_come_in_order_whatever_happens_between(pool: Pool) -> None:
 
 def test_what_a_function_raises_reaches_the_user_and_the_pool_goes_on(pool: Pool) -> None:
     reward = pool()
-    with pytest.raises(UserError, match="my_judge:judge.*KeyError: 'no such thing'"):
+    with pytest.raises(UserError, match=r"my_judge:judge.*KeyError: 'no such thing'"):
         grade(reward, "right", "spin", "fail", "right", "wrong")
     assert [verdict.reward for verdict in grade(reward, "wrong", "right")] == [0.0, 1.0]
 
@@ -176,7 +176,7 @@ def test_an_unknown_reward_is_refused_in_one_line(name: str, words: str) -> None
 def test_a_function_that_is_not_there_is_said_so(pool: Pool) -> None:
     pool()
     reward = build_reward(RewardConfig(name="my_judge:no_such", num_workers=1), CountdownConfig())
-    with pytest.raises(UserError, match="my_judge:no_such.*did not start"):
+    with pytest.raises(UserError, match=r"my_judge:no_such.*did not start"):
         reward.grade([Prompt("", "", (), "")], ["x"])
 
 

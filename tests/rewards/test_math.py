@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +28,9 @@ def ask(gold: str) -> Prompt:
 
 @pytest.fixture(scope="module")
 def reward() -> Iterator[PooledReward]:
-    reward = build_reward(RewardConfig(name="math", num_workers=2, memory_mb=LIMIT_MB), DatasetConfig())
+    reward = build_reward(
+        RewardConfig(name="math", num_workers=2, cpu_seconds=0.3, memory_mb=LIMIT_MB), DatasetConfig()
+    )
     assert isinstance(reward, PooledReward)
     yield reward
     reward.close()
@@ -58,18 +62,17 @@ def test_the_corpus_is_as_large_as_it_says() -> None:
 
 
 def test_hostile_answers_are_all_answered_wrong_and_the_pool_goes_on(reward: PooledReward) -> None:
-    """One at a time, so that each has a time of its own: CPU time, as a busy machine must not fail this test."""
+    """One at a time, so that each has a time of its own; a busy machine gets another chance."""
     planted = Path("/tmp/eepo-was-here")
     reward.grade([ask("42")], [r"\boxed{42}"])  # starts a process
-    slow = {}
     for name, text in hostile_answers().items():
-        started = _cpu_seconds()
-        (verdict,) = reward.grade([ask("42")], [text])
-        if (spent := _cpu_seconds() - started) > 2:
-            slow[name] = spent
+        seconds, verdict = _timed(reward, text)
+        for _ in range(3):
+            if seconds > 2:
+                seconds, verdict = _timed(reward, text)
+        assert seconds < 2, name
         assert verdict.reward == 0.0, name
         assert verdict.reason in REASONS, (name, verdict.reason)
-    assert not slow
     assert not planted.exists()
     assert [verdict.reward for verdict in reward.grade([ask("42")] * 2, [r"\boxed{42}", r"\boxed{43}"])] == [1.0, 0.0]
 
@@ -77,10 +80,10 @@ def test_hostile_answers_are_all_answered_wrong_and_the_pool_goes_on(reward: Poo
 REASONS = {"different", "no answer found", "unparsable", "time-out", "out of memory", "crashed"}
 
 
-def _cpu_seconds() -> float:
-    """Of this process and of the children that have ended: a killed grader is one of them once it is replaced."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+def _timed(reward: PooledReward, text: str) -> tuple[float, Verdict]:
+    started = time.monotonic()
+    (verdict,) = reward.grade([ask("42")], [text])
+    return time.monotonic() - started, verdict
 
 
 def test_hostile_golds_do_no_harm_either(reward: PooledReward) -> None:
@@ -106,12 +109,9 @@ def test_a_loaded_machine_changes_no_verdict() -> None:
 
 
 def _pause(group: int, seconds: float) -> None:
-    """Stop the grader's processes now; let them go on after a while, from another process."""
-    import signal
-    import subprocess
-
+    """Stop the grader's processes now, and let them go on after a while."""
     os.killpg(group, signal.SIGSTOP)
-    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT -- -{group}"])
+    threading.Timer(seconds, os.killpg, (group, signal.SIGCONT)).start()
 
 
 def test_a_thousand_ordinary_completions_take_seconds(reward: PooledReward) -> None:

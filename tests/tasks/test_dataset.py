@@ -141,3 +141,16 @@ def test_notes_reach_the_console(config: DatasetConfig, tmp_path: Path) -> None:
     run = replace(run, algorithm=replace(run.algorithm, max_new_tokens=8))
     build_trainer(run, tmp_path / "run", resume=False, progress=Progress(console))
     assert "note: evaluation set held: 1 of 2 problems" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_rows_without_an_answer_stop_a_run_or_are_left_out_and_counted(
+    config: DatasetConfig, plain: Any, tmp_path: Path
+) -> None:
+    with (tmp_path / "train.jsonl").open("a") as file:
+        file.write(json.dumps({"problem": "What is nothing?", "answer": ""}) + "\n")
+    with pytest.raises(UserError, match=r"train\.jsonl:11: answer holds no answer"):
+        Dataset(config, plain)
+    task = Dataset(replace(config, skip_unanswered=True), plain)
+    assert task.num_train == 10
+    assert "1 rows without an answer left out" in task.notes[0]
+    assert "train.jsonl:11" in task.notes[0]

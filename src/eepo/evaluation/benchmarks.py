@@ -90,7 +90,7 @@ class BenchmarkEvaluation:
                 prompts = one.prompts[start : start + part]
                 rows = self._evaluate(prompts, once)
                 self.store.append(one.name, rows)
-                right += sum(row["reward"] > 0 for row in rows)
+                right += sum(row["reward"] >= 1 for row in rows)
                 share = right / once.num_samples / (start + len(prompts))
                 bar.advance(len(prompts), note=f"{share:.1%} right")
 
@@ -104,7 +104,7 @@ class BenchmarkEvaluation:
         if done < len(one.prompts):
             done -= done % part
             self.store.keep(one.name, once.first_line + done * once.num_samples)
-        return done, sum(row["reward"] > 0 for row in rows[: done * once.num_samples])
+        return done, sum(row["reward"] >= 1 for row in rows[: done * once.num_samples])
 
     def _evaluate(self, prompts: Sequence[Prompt], once: _Pass) -> list[dict[str, Any]]:
         try:

@@ -33,10 +33,10 @@ def grade_file(path: Path, out: TextIO, reward: Reward, progress: Callable[[int]
         prompts = [Prompt(id="", text="", token_ids=(), answer=row["gold"]) for row in chunk]
         verdicts = reward.grade(prompts, [row["completion"] for row in chunk])
         for row, verdict in zip(chunk, verdicts, strict=True):
-            row |= {"correct": verdict.reward > 0, "reason": verdict.reason}
+            row |= {"correct": verdict.correct, "reason": verdict.reason}
             out.write(json.dumps(row) + "\n")  # ASCII: a lone surrogate in a completion must not stop the file
         out.flush()
-        num_correct += sum(verdict.reward > 0 for verdict in verdicts)
+        num_correct += sum(verdict.correct for verdict in verdicts)
         num_lines += len(chunk)
         progress(len(chunk))
     return num_correct, num_lines

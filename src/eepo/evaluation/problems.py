@@ -81,8 +81,8 @@ def _grade(
     verdicts = iter(reward.grade([prompt for prompt, _ in pairs], [text for _, text in pairs]))
     results = []
     for prompt, group in zip(prompts, groups, strict=True):
-        greedy_right = next(verdicts).reward > 0
-        right = [verdict for verdict in (next(verdicts) for _ in group) if verdict.reward > 0]
+        greedy_right = next(verdicts).correct
+        right = [verdict for verdict in (next(verdicts) for _ in group) if verdict.correct]
         results.append(
             ProblemResult(
                 id=prompt.id,

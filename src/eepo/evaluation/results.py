@@ -89,7 +89,7 @@ def _measures(rows: Sequence[dict[str, Any]], kind: str) -> dict[str, float]:
 
 
 def _right(row: dict[str, Any]) -> bool:
-    return row["reward"] > 0
+    return row["reward"] >= 1
 
 
 def _columns(problems: Sequence[dict[str, float]]) -> Values:

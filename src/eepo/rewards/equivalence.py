@@ -18,14 +18,15 @@ from math_verify import LatexExtractionConfig, parse, verify
 from sympy import Eq, Expr, Float, Mod, Rational, ceiling, default_sort_key, floor
 from sympy.core.relational import Relational
 
-from eepo.rewards.latex import ROW, brackets, plain, split, squeeze
+from eepo.rewards.latex import ROW, brackets, nesting, plain, split, squeeze
 from eepo.rewards.numbers import Number, in_base, read_base, read_number
 from eepo.rewards.units import conflict, split_unit
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # its time-outs are off: the worker's kernel timer is ours
 
 MAX_PARTS = 64  # elements of a list, a tuple or a set
-MAX_DEPTH = 8  # brackets in brackets
+MAX_DEPTH = 8  # lists in lists
+MAX_NESTING = 20  # brackets in brackets, of a formula
 NUM_POINTS = 6  # at which two formulas are compared
 DIGITS = 30  # of those values
 STEPS = (floor, ceiling, Mod)
@@ -79,14 +80,15 @@ def _same(gold: str, answer: str, depth: int) -> str | None:
 
 
 def _bases(gold: str, answer: str, depth: int) -> str | None:
-    """A base on one side only is the base of both; two bases compare by value."""
+    """A base on one side only is the base of both. Two bases must be one: asked for base 8, 42_{10} is no answer."""
     one, other = read_base(squeeze(gold)), read_base(squeeze(answer))
     if one is None and other is None:
         return None
-    base = (one or other or ("", 10))[1]
-    left = in_base(*one) if one else in_base(squeeze(gold), base)
-    right = in_base(*other) if other else in_base(squeeze(answer), base)
-    return "same number in its base" if left is not None and left == right else ""
+    digits, base = one or (squeeze(gold), other[1] if other else 10)
+    other_digits, other_base = other or (squeeze(answer), base)
+    value = in_base(digits, base)
+    same = base == other_base and value is not None and value == in_base(other_digits, base)
+    return "same number in its base" if same else ""
 
 
 def _quantities(gold: str, answer: str, depth: int) -> str | None:
@@ -114,12 +116,13 @@ def _numbers(left: Number, right: Number) -> str:
 def _assignments(gold: str, answer: str, depth: int) -> str | None:
     """`x = 3` is 3, `x \\in S` is S, `2/3 \\approx 0.67` is 2/3, where the other side does not say otherwise."""
     for sign in (_ABOUT, _MEMBER, _EQUALS):
-        one, other = split(gold, sign), split(answer, sign)
-        if len(one) == len(other) == 1 or len(split(gold, _COMMA)) > 1 or len(split(answer, _COMMA)) > 1:
+        one, other = ([part for part in split(text, sign) if part] for text in (gold, answer))
+        lists = len(split(gold, _COMMA)) > 1 or len(split(answer, _COMMA)) > 1
+        if [one, other] == [[gold], [answer]] or not one or not other or lists:
             continue
-        if sign is _EQUALS and len(one) > 1 and len(other) > 1:
-            named = squeeze(one[0]) == squeeze(other[0]) and _NAME.fullmatch(one[0])
-            return _same(one[-1], other[-1], depth + 1) or "" if named else None
+        if len(one) == len(other) > 1:
+            same_left = all(squeeze(left) == squeeze(right) for left, right in zip(one[:-1], other[:-1], strict=True))
+            return _same(one[-1], other[-1], depth + 1) or "" if same_left else None
         if sign is _EQUALS and not all(_NAME.fullmatch(name) or _is_number(name) for name in (one[:-1] + other[:-1])):
             return None
         return _same(_value(one, sign), _value(other, sign), depth + 1) or ""
@@ -280,7 +283,9 @@ def _formulas(gold: str, answer: str) -> str | None:
 
 @lru_cache(maxsize=1024)
 def _parsed(text: str) -> Any:
-    """A SymPy object, or None."""
+    """A SymPy object, or None. The parser's time doubles with every bracket in a bracket: no answer needs many."""
+    if nesting(text) > MAX_NESTING:
+        return None
     text = _PYTHON.sub(lambda match: "\\" + match[1] + " " if match[1] else "", text.replace(ROW.strip(), r"\\"))
     text = text.replace("∪", r"\cup ").replace("**", "^").replace("*", r" \cdot ")
     found = parse(f"${text}$", _PARSING, fallback_mode="no_fallback", parsing_timeout=None)
@@ -297,7 +302,10 @@ def _same_value(gold: Any, answer: Any) -> bool | None:
         return None
     if gold.free_symbols != answer.free_symbols:
         return None
-    close = _close_to(1e-6 if gold.has(Float) or answer.has(Float) else 1e-20)
+    exact = not (gold.has(Float) or answer.has(Float))
+    if exact and isinstance(difference := (gold - answer).doit(), Rational):
+        return bool(difference == 0)  # 2^{2008} - 2 and 2^{2008} - 3 are close in no other sense
+    close = _close_to(1e-20 if exact else 1e-6)
     seen = 0
     for left, right in _values(gold, answer):
         if not close(left, right):
@@ -320,12 +328,12 @@ def _proportional(gold: Expr, answer: Expr) -> bool | None:
 def _values(gold: Expr, answer: Expr) -> Iterator[tuple[complex, complex]]:
     """Both at random points (a single one if there is no variable), where they are finite.
 
-    Between 0 and 3, where powers stay small; but steps, such as those of ⌊n/5⌋, only show at large whole numbers.
+    Between 0 and 3, where powers stay small; but steps, such as those of ⌊n/5⌋, only show at whole numbers.
     """
     symbols = sorted(gold.free_symbols | answer.free_symbols, key=default_sort_key)
     rng, steps = random.Random(0), gold.has(*STEPS) or answer.has(*STEPS)
-    for _ in range(NUM_POINTS if symbols else 1):
-        drawn = [rng.randrange(300, 2700) for _ in symbols]
+    for place in range((4 if steps else 1) * NUM_POINTS if symbols else 1):
+        drawn = [rng.randrange(2, 40) if steps and place % 2 else rng.randrange(300, 2700) for _ in symbols]
         point = {symbol: Rational(number, 1 if steps else 997) for symbol, number in zip(symbols, drawn, strict=True)}
         left, right = (_number(formula.subs(point)) for formula in (gold, answer))
         if left is not None and right is not None:

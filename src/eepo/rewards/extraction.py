@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import re
 
-MAX_ANSWER = 2_000  # characters; nothing longer is an answer
+from eepo.boxed import MAX_ANSWER, last_boxed
+
 MAX_BARE = 100  # characters of a completion that is nothing but its answer
 
-MAX_BOXES = 10  # boxes tried from the end, until one is closed
-
-_BOX = re.compile(r"\\(?:boxed|fbox)\s{0,5}(?=[{\w\\])")
 _MARK = re.compile(
     r"####|\banswer(?:\s{1,5}(?:is|are)\b(?:\s{1,5}(?:therefore|thus|then|simply)\b)?\s{0,5}:?|\s{0,5}[:=])\s{0,5}\**",
     re.IGNORECASE,
@@ -32,34 +30,6 @@ def final_answer(text: str) -> str | None:
     if answer is None or len(answer) > MAX_ANSWER:
         return None
     return answer.strip() or None
-
-
-def last_boxed(text: str) -> str | None:
-    r"""What stands in the last \boxed{} or \fbox{} that is closed; `\boxed 5` is a box, too."""
-    for match in list(_BOX.finditer(text))[: -MAX_BOXES - 1 : -1]:
-        start = match.end()
-        if text[start] != "{":
-            return text[start : start + 50].split("$")[0].split()[0]
-        end = _closing_brace(text, start)
-        if end is not None:
-            return text[start + 1 : end]
-    return None
-
-
-def _closing_brace(text: str, start: int) -> int | None:
-    """Where the brace at `start` is closed, if it is within the longest answer we read."""
-    depth, place = 0, start
-    while place < min(len(text), start + MAX_ANSWER + 2):
-        if text[place] == "\\":
-            place += 1  # \{ and \} are text
-        elif text[place] == "{":
-            depth += 1
-        elif text[place] == "}":
-            depth -= 1
-            if depth == 0:
-                return place
-        place += 1
-    return None
 
 
 def _last_stated(text: str) -> str | None:

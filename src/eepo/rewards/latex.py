@@ -99,6 +99,15 @@ def brackets(text: str) -> tuple[str, str] | None:
     return None
 
 
+def nesting(text: str) -> int:
+    """How deep its brackets go."""
+    depth = deepest = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    return deepest
+
+
 def _closes_last(inner: str) -> bool:
     """Whether brackets inside are balanced by themselves: not so in `(1,2),(3,4)`. Kinds may mix: `[1,2)`."""
     depth, place = 0, 0

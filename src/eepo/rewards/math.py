@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from eepo.boxed import last_boxed
 from eepo.rewards.equivalence import Unparsable, canonical, same_answer
-from eepo.rewards.extraction import final_answer, last_boxed
+from eepo.rewards.extraction import final_answer
 from eepo.types import Verdict
+
+# On strange input. Not MemoryError: the worker must end then.
+SYMPY_RAISES = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
 
 
 def judge(gold: Any, text: str) -> Verdict:
@@ -17,10 +23,6 @@ def judge(gold: Any, text: str) -> Verdict:
     gold = last_boxed(str(gold)) or str(gold)
     try:
         match = same_answer(gold, answer)
-    except MemoryError:
-        raise
-    except (Unparsable, RecursionError):
-        return Verdict(0.0, canonical(answer), "unparsable")
-    except Exception:  # SymPy raises nearly everything on strange input; a bug of ours shows in the tests' good input
+    except (Unparsable, *SYMPY_RAISES):
         return Verdict(0.0, canonical(answer), "unparsable")
     return Verdict(1.0, canonical(gold), match) if match else Verdict(0.0, canonical(answer), "different")

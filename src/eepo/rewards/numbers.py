@@ -19,7 +19,10 @@ _POWER = r"(?:\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*\{?\s*([-+]?\d{1,4})\s*\}?|
 _SIGNED = re.compile(rf"\s*([-+]?)\s*({_DECIMAL}){_POWER}?\s*", re.ASCII)
 _TEN_POWER = re.compile(r"\s*([-+]?)\s*10\s*\^\s*\{?\s*([-+]?\d{1,4})\s*\}?\s*", re.ASCII)
 _FRACTION = re.compile(r"\s*([-+]?)\s*(\d{0,9})\s*\\frac\s*\{([^{}]+)\}\s*\{([^{}]+)\}\s*", re.ASCII)
-_BASE = re.compile(r"\(?\s*([0-9A-Za-z]+)\s*\)?\s*_\s*\{?\s*(?:\\text\{\s*)?(\d{1,2}|[a-z]+)\s*\}?\s*\}?", re.ASCII)
+_BASE = re.compile(
+    r"\(?\s*(-?[0-9A-Za-z]+(?:\.[0-9A-Za-z]+)?)\s*\)?\s*_\s*\{?\s*(?:\\text\{\s*)?(\d{1,2}|[a-z]+)\s*\}?\s*\}?",
+    re.ASCII,
+)
 _BASE_NAMES = {
     "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10,
     "eleven": 11, "twelve": 12, "thirteen": 13, "fourteen": 14, "fifteen": 15, "sixteen": 16,
@@ -68,7 +71,7 @@ def read_decimal(text: str) -> Number | None:
 def read_base(text: str) -> tuple[str, int] | None:
     """Digits and base of `52_8`, `1A_{16}` or `52_{\\text{eight}}`; None if it is no number in a base."""
     match = _BASE.fullmatch(text)
-    if match is None or not match[1][0].isalnum() or len(match[1]) > MAX_DIGITS:
+    if match is None or len(match[1]) > MAX_DIGITS:
         return None
     base = int(match[2]) if match[2].isdigit() else _BASE_NAMES.get(match[2], 0)
     if not 2 <= base <= 36 or not any(character.isdigit() for character in match[1]):
@@ -76,10 +79,11 @@ def read_base(text: str) -> tuple[str, int] | None:
     return (match[1].lower(), base) if in_base(match[1], base) is not None else None
 
 
-def in_base(digits: str, base: int) -> int | None:
+def in_base(digits: str, base: int) -> Fraction | None:
     """The value; None where a digit is too large for the base."""
+    whole, _, decimals = digits.partition(".")
     try:
-        return int(digits, base)
+        return Fraction(int(whole + decimals, base), base ** len(decimals))
     except ValueError:
         return None
 

@@ -41,7 +41,13 @@ class Dataset:
         if not config.train:
             raise UserError("task.train is empty; give a file or a hub data set")
         columns = Columns(config.problem_column, config.answer_column, config.level_column)
-        train = read_problems(config.train, columns, config.train_split, config.data_dir, config.levels)
+        unanswered: list[str] | None = [] if config.skip_unanswered else None
+        train = read_problems(config.train, columns, config.train_split, config.data_dir, config.levels, unanswered)
+        if unanswered:
+            few = ", ".join(unanswered[:3]) + (", ..." if len(unanswered) > 3 else "")
+            self.notes.append(
+                f"training set {stem(config.train)}: {len(unanswered)} rows without an answer left out ({few})"
+            )
         self._prompts = self._fitting(train, f"training set {stem(config.train)}")
         solutions = {problem.id: as_demonstration(problem) for problem in train if problem.solution}
         self._demonstrations = [(prompt, solutions[prompt.id]) for prompt in self._prompts if prompt.id in solutions]

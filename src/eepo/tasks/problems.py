@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from eepo.boxed import last_boxed
 from eepo.tasks.rows import SUFFIXES, Columns, check_columns, find_reader, stem
 from eepo.types import UserError
 
@@ -28,19 +29,33 @@ class Problem:
     solution: str | None = None
 
 
+class NoAnswer(UserError):
+    """A row whose gold answer is empty."""
+
+
 def read_problems(
     source: str,
     columns: Columns = Columns(),  # noqa: B008  (frozen)
     split: str = "train",
     data_dir: str = "",
     levels: Sequence[int] = (),
+    unanswered: list[str] | None = None,
 ) -> list[Problem]:
-    """From a file, looked for in `data_dir` and then here, or a hub data set's `split`; only `levels`, if any."""
+    """From a file, looked for in `data_dir` and then here, or a hub data set's `split`; only `levels`, if any.
+
+    A row without an answer is an error, unless a list is given that takes its place.
+    """
     reader = find_reader(source, columns, split, data_dir)
     problems: list[Problem] = []
     seen: dict[str, str] = {}  # id → where
     for index, (where, row) in enumerate(reader()):
-        problem = _problem(row, where, columns, source, index)
+        try:
+            problem = _problem(row, where, columns, source, index)
+        except NoAnswer:
+            if unanswered is None:
+                raise
+            unanswered.append(where)
+            continue
         if problem.id in seen:
             raise UserError(f"{where}: id {_short(problem.id)} is also that of {seen[problem.id]}; ids must be unique")
         seen[problem.id] = where
@@ -59,7 +74,7 @@ def _problem(row: dict[str, Any], where: str, columns: Columns, source: str, ind
     marked = marked_answer(cell)
     answer = _without_dollars(cell) if marked is None else marked
     if not answer or (marked is None and "\\boxed" in cell):  # a box that never closes
-        raise UserError(f"{where}: {columns.answer} holds no answer, got {_short(row[columns.answer])}")
+        raise NoAnswer(f"{where}: {columns.answer} holds no answer, got {_short(row[columns.answer])}")
     solution = row.get("solution") if marked is None else cell
     for value in (text, cell, solution):
         _check_text(value, where)
@@ -89,9 +104,9 @@ def _cell(value: Any, where: str) -> str:
 
 def marked_answer(text: str) -> str | None:
     """Where the text is a whole solution: what its last box, or its last line after ####, holds."""
-    boxed = _last_boxed(text)
+    boxed = last_boxed(text)
     if boxed is not None:
-        return _without_dollars(boxed)
+        return _without_dollars(boxed.strip())
     parts = split_at_mark(text)
     if parts is None:
         return None
@@ -103,25 +118,6 @@ def split_at_mark(text: str) -> tuple[str, str] | None:
     """GSM8K's form: what stands before the last ####, and the final answer behind it, to the end of the text."""
     before, mark, behind = text.rpartition("####")
     return (before.rstrip(), behind.strip()) if mark and "\n" not in behind.strip() else None
-
-
-def _last_boxed(text: str) -> str | None:
-    r"""Content of the last closed \boxed{...}, with the braces inside it; TeX also allows \boxed 7."""
-    found = None
-    for start in re.finditer(r"\\(?:boxed|fbox)(?:\s*(\{)|\s+([^\s{$.,]+))", text):
-        content = start[2] if start[2] else _braced(text, start.end())
-        found = found if content is None else content.strip()
-    return found
-
-
-def _braced(text: str, start: int) -> str | None:
-    """From after an opening brace to the one that closes it."""
-    depth = 1
-    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)  # \{ and \} are signs on the page
-        if depth == 0:
-            return text[start : brace.start()]
-    return None
 
 
 def _without_dollars(text: str) -> str:
