@@ -1,0 +1,85 @@
+"""`eepo grade`: the same lines in the same order, and every bad line named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from eepo.cli import app
+from eepo.types import UserError
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def grade(path: Path, *options: str) -> list[dict[str, Any]]:
+    result = CliRunner().invoke(app, ["grade", str(path), *options], catch_exceptions=False)
+    assert result.exit_code == 0
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_lines_come_back_in_order_with_a_verdict_and_all_their_keys(tmp_path: Path) -> None:
+    rows = [
+        {"gold": "1/2", "completion": r"\boxed{0.5}", "id": 7},
+        {"gold": "52_8", "completion": r"\boxed{52_9}"},
+        {"gold": 42, "completion": "I do not know"},
+        {"completion": r"\boxed{9^{9^{9^9}}}", "gold": "1", "note": "é\ud800"},
+        {"gold": "x", "completion": r"\boxed{\frac{\frac}}"},
+    ]
+    graded = grade(write(tmp_path / "in.jsonl", *rows), "--workers", "1")
+    found = [{key: row[key] for key in row if key not in ("correct", "reason")} for row in graded]
+    assert found == rows
+    assert [(row["correct"], row["reason"]) for row in graded] == [
+        (True, "same number"),
+        (False, "different"),
+        (False, "no answer found"),
+        (False, "time-out"),
+        (False, "unparsable"),
+    ]
+
+
+def test_more_lines_than_a_chunk_and_a_file_to_write(tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", *({"gold": str(n % 7), "completion": f"#### {n % 5}"} for n in range(1234)))
+    out = tmp_path / "out.jsonl"
+    assert grade(path, "--out", str(out), "--reward", "exact") == []
+    graded = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["correct"] for row in graded] == [n % 7 == n % 5 for n in range(1234)]
+
+
+def test_a_function_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text("def longer(answer, completion):\n    return len(completion) > int(answer)\n")
+    monkeypatch.chdir(tmp_path)
+    path = write(tmp_path / "in.jsonl", {"gold": 3, "completion": "four"}, {"gold": 3, "completion": "two"})
+    assert [row["correct"] for row in grade(path, "--reward", "mine:longer")] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "in.jsonl:2: not valid JSON"),
+        ("[1]", "in.jsonl:2: must be an object"),
+        ('{"gold": "1"}', 'in.jsonl:2: has no "completion"; its keys are gold'),
+        ('{"completion": "1"}', 'in.jsonl:2: has no "gold"'),
+        ('{"gold": "1", "completion": 5}', 'in.jsonl:2: "completion" must be a string, got 5'),
+        ('{"gold": null, "completion": "5"}', 'in.jsonl:2: "gold" must be a string or a number, got null'),
+        ('{"gold": "", "completion": "5"}', 'in.jsonl:2: "gold" must be'),
+        ("[" * 100_000, "in.jsonl:2: not valid JSON"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_a_bad_line_is_named(line: str, words: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", {"gold": "1", "completion": "1"}, line + "\n")
+    with pytest.raises(UserError) as caught:
+        CliRunner().invoke(app, ["grade", str(path), "--reward", "exact"], catch_exceptions=False)
+    assert words in str(caught.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        CliRunner().invoke(app, ["grade", str(tmp_path / "no.jsonl")], catch_exceptions=False)
