@@ -147,7 +147,7 @@ def evaluate(
     if temperature is not None and (not samples or not 0 < temperature < float("inf")):
         raise UserError(f"--temperature {temperature} must be > 0 and goes with --samples; without them it is greedy")
     from eepo import assemble
-    from eepo.evaluation import BenchmarkOptions
+    from eepo.evaluation.benchmarks import BenchmarkOptions
     from eepo.reports.benchmarks import measures_grid, model_label, read_result, terminal, write_tables
 
     names = tuple(name.strip() for name in benchmarks.split(",") if name.strip())

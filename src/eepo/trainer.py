@@ -14,7 +14,7 @@ from typing import Any
 from eepo import checkpoint
 from eepo.algorithm import EEPO
 from eepo.config import RunConfig
-from eepo.evaluation import evaluate
+from eepo.evaluation.problems import evaluate
 from eepo.metrics import StepMetrics
 from eepo.progress import Bar, Progress
 from eepo.protocols import Task

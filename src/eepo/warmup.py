@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from eepo import checkpoint
 from eepo.config import WarmupConfig
-from eepo.evaluation import evaluate
+from eepo.evaluation.problems import evaluate
 from eepo.policy import Policy
 from eepo.progress import Progress
 from eepo.protocols import Reward, RolloutEngine, Task

@@ -54,9 +54,9 @@ LINES = {
 def test_counts_greedy_correct_distinct_length_and_truncated() -> None:
     result = evaluate(ScriptedEngine(LINES), CountdownReward(), PROMPTS, 4, SAMPLING)
     assert result.problems == [
-        ProblemResult("a", greedy=True, correct=3, distinct=2, length=(5 + 5 + 5 + 3) / 4, truncated=0),
-        ProblemResult("b", greedy=False, correct=1, distinct=1, length=(3 + 3 + 6 + 2) / 4, truncated=1),
-        ProblemResult("c", greedy=True, correct=0, distinct=0, length=(3 + 4 + 3 + 0) / 4, truncated=2),
+        ProblemResult("a", greedy=True, correct=3, distinct=2, length=(5 + 5 + 5 + 3) / 4, truncated=0, no_answer=0),
+        ProblemResult("b", greedy=False, correct=1, distinct=1, length=(3 + 3 + 6 + 2) / 4, truncated=1, no_answer=1),
+        ProblemResult("c", greedy=True, correct=0, distinct=0, length=(3 + 4 + 3 + 0) / 4, truncated=2, no_answer=3),
     ]
 
 
@@ -68,6 +68,7 @@ def test_the_row_averages_over_problems() -> None:
     assert row["mean"] == pytest.approx((3 + 1 + 0) / 12)
     assert row["distinct"] == pytest.approx(1.0)
     assert row["truncated_share"] == pytest.approx(3 / 12)
+    assert row["no_answer_share"] == pytest.approx(4 / 12)
     assert row["length"] == pytest.approx((18 + 14 + 10) / 12)
     assert row["pass@k"] == pytest.approx({"1": 4 / 12, "2": (1 + 1 / 2) / 3, "4": 2 / 3})
     assert row["problems"] == [
@@ -78,7 +79,7 @@ def test_the_row_averages_over_problems() -> None:
 
 
 def test_problems_are_left_out_of_the_row_on_request() -> None:
-    assert "problems" not in Evaluation(1, [ProblemResult("a", True, 1, 1, 3.0, 0)], 0.5).row(with_problems=False)
+    assert "problems" not in Evaluation(1, [ProblemResult("a", True, 1, 1, 3.0, 0, 0)], 0.5).row(with_problems=False)
 
 
 def test_greedy_takes_one_sample_and_the_rest_follow_the_given_sampling() -> None:

@@ -22,6 +22,7 @@ class ProblemResult:
     distinct: int  # different correct answers among them
     length: float
     truncated: int
+    no_answer: int  # of the drawn samples: the grader found none
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Evaluation:
             "distinct": sum(result.distinct for result in results) / number,
             "length": sum(result.length for result in results) / number,
             "truncated_share": sum(result.truncated for result in results) / number / self.num_samples,
+            "no_answer_share": sum(result.no_answer for result in results) / number / self.num_samples,
             "seconds": self.seconds,
         }
         if with_problems:
@@ -82,15 +84,16 @@ def _grade(
     results = []
     for prompt, group in zip(prompts, groups, strict=True):
         greedy_right = next(verdicts).correct
-        right = [verdict for verdict in (next(verdicts) for _ in group) if verdict.correct]
+        drawn = [next(verdicts) for _ in group]
         results.append(
             ProblemResult(
                 id=prompt.id,
                 greedy=greedy_right,
-                correct=len(right),
-                distinct=len({verdict.answer for verdict in right}),
+                correct=sum(verdict.correct for verdict in drawn),
+                distinct=len({verdict.answer for verdict in drawn if verdict.correct}),
                 length=sum(len(completion.token_ids) for completion in group) / len(group),
                 truncated=sum(not completion.finished for completion in group),
+                no_answer=sum(verdict.answer is None for verdict in drawn),
             )
         )
     return results
