@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import io
 import json
@@ -82,7 +83,7 @@ def one_thread() -> Iterable[None]:
 
 @pytest.fixture(scope="module")
 def embedded(demo_model: Any, tokenizer: Any) -> TransformersEngine:
-    return TransformersEngine(demo_model, tokenizer, MAX_ROWS)
+    return TransformersEngine(copy.deepcopy(demo_model), tokenizer, MAX_ROWS)
 
 
 @pytest.fixture
