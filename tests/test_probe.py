@@ -118,7 +118,7 @@ def test_an_effect_is_measured_as_a_plain_pass_would(
     effect = Probe(demo_policy, demo_pairs, rows, 6, 1.0, loss_over(demo_pairs)).measure(gradient, 3e-3)
     assert fingerprint([(weight, weight.grad) for weight in demo_policy.model.parameters()]) == before
 
-    kept = rows[::2]  # 6 of 12, evenly spread
+    kept = [rows[0], *rows[1::3]]  # at most 6 of 12: the first quarter, then evenly spread
     chosen = [demo_pairs[row] for row in kept]
     moved = stepped(demo_policy.model, gradient, 3e-3)
     assert effect.kl == pytest.approx(plain_kl(demo_policy.model, moved, chosen, plain_scores), rel=1e-2)
@@ -126,6 +126,8 @@ def test_an_effect_is_measured_as_a_plain_pass_would(
         for model, got in ((demo_policy.model, effect.loss_before), (moved, effect.loss_after)):
             means = [plain_scores(model, *demo_pairs[row]).logprobs.mean().item() * row_weight(row) for row in kept]
             assert got == pytest.approx(sum(means) / len(means), rel=1e-3)
+        whole = {row: plain_scores(moved, *demo_pairs[row]).logprobs.sum().item() for row in kept}
+    assert effect.logprobs_after == pytest.approx(whole, rel=1e-3)
     assert effect.loss_after < effect.loss_before
 
 

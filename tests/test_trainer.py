@@ -234,8 +234,12 @@ def test_completions_are_written_with_prompt_stage_reward_and_advantage(whole: W
     group = completions[:4]
     assert [row["stage"] for row in group] == [1, 1, 2, 2]
     assert len({row["prompt_id"] for row in group}) == 1
-    keys = {"step", "prompt_id", "prompt", "stage", "reward", "reason", "advantage", "text", "finished"}
-    assert all(row.keys() == keys for row in completions)
+    keys = {"step", "prompt_id", "prompt", "stage", "reward", "reason", "advantage", "text", "finished", "logprob"}
+    assert all(row.keys() - {"logprob_after"} == keys for row in completions)
+    forgotten = [row for row in completions if "logprob_after" in row]
+    assert forgotten
+    assert {row["stage"] for row in forgotten} == {1}
+    assert any(row["logprob_after"] != pytest.approx(row["logprob"], rel=1e-6) for row in forgotten)
     mixed = [row for row in completions if row["advantage"]]
     assert mixed
     assert all((row["advantage"] > 0) == (row["reward"] > 0) for row in mixed)

@@ -92,7 +92,9 @@ class EEPO:
         lr = options.unlearn_lr
         if lr == "auto":
             lr = self.auto_lr = lr_for_kl(probe, gradient, options.unlearn_kl_target, self.auto_lr)
-        metrics.record_unlearning(lr, probe.measure(gradient, lr))
+        effect = probe.measure(gradient, lr)
+        metrics.record_unlearning(lr, effect)
+        rollout.record_forgetting(effect.logprobs_after)
         weights = unlearned_weights(self.policy.named_weights(), gradient, lr, self.engine.dtype)
         self.engine.load_weights(metrics.counting_changes(weights, self.policy.named_weights()))
 

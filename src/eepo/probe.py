@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,10 +23,14 @@ class Effect:
     loss_before: float  # the unlearning loss under θ
     loss_after: float  # under θ − lr · gradient
     kl: float  # KL(θ ‖ θ′) a token, on completions that θ sampled
+    logprobs_after: dict[int, float] = field(default_factory=dict)  # of whole completions under θ′, by place in `pairs`
 
 
 class Probe:
-    """Scores up to `max_rows` of the given `rows` of `pairs`, evenly spread, before and after a step."""
+    """Scores up to `max_rows` of the given `rows` of `pairs` before and after a step.
+
+    A quarter of them are the first ones, so that some prompts are seen whole; the others are evenly spread.
+    """
 
     def __init__(
         self,
@@ -39,7 +43,8 @@ class Probe:
     ) -> None:
         self.policy, self.temperature, self.loss = policy, temperature, loss
         self._last: tuple[Mapping[str, Tensor], float, Effect] | None = None
-        chosen = rows[:: math.ceil(len(rows) / max_rows)]
+        whole, spread = rows[: max_rows // 4], rows[max_rows // 4 :]
+        chosen = [*whole, *spread[:: math.ceil(len(spread) / (max_rows - len(whole))) or 1]]
         self.scale = len(pairs) / len(chosen)  # `loss` takes a share of all pairs
         self.before: list[tuple[MicroBatch, Scores, Tensor | None]] = []
         with torch.no_grad():
@@ -55,17 +60,19 @@ class Probe:
             return self._last[2]
         moved = {name: w - lr * gradient[name] if name in gradient else w for name, w in self.policy.named_weights()}
         loss_before = loss_after = kl_sum = 0.0
-        num_tokens = 0
+        num_tokens, logprobs_after = 0, {}
         for batch, scores, before in self.before:
             after = self.policy.score(batch, self.temperature, moved)
             gap = torch.where(batch.mask, after.logprobs - scores.logprobs, 0.0).double()
             kl_sum += float((gap.exp() - 1 - gap).sum())  # k3: never negative, little variance
             num_tokens += int(batch.mask.sum())
+            whole = torch.where(batch.mask, after.logprobs, 0.0).double().sum(1).tolist()
+            logprobs_after |= dict(zip(batch.rows, whole, strict=True))
             if before is not None:
                 gated = Scores(after.logprobs, scores.entropies, after.complements)
                 loss_before += float(before)
                 loss_after += float(self.loss(batch, gated))  # type: ignore[arg-type]
-        effect = Effect(loss_before * self.scale, loss_after * self.scale, kl_sum / num_tokens)
+        effect = Effect(loss_before * self.scale, loss_after * self.scale, kl_sum / num_tokens, logprobs_after)
         self._last = (gradient, lr, effect)
         return effect
 

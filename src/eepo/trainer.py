@@ -155,7 +155,8 @@ def _completion_rows(step: int, rollout: Rollout, num_prompts: int) -> Iterator[
     for row in range(min(num_prompts, len(rollout.prompts))):
         prompt = rollout.prompts[row]
         columns = zip(rollout.groups[row], rollout.verdicts[row], rollout.advantages[row], rollout.stages, strict=True)
-        for completion, verdict, advantage, stage in columns:
+        for place, (completion, verdict, advantage, stage) in enumerate(columns):
+            after = rollout.forgotten.get((row, place))
             yield {
                 "step": step,
                 "prompt_id": prompt.id,
@@ -166,7 +167,8 @@ def _completion_rows(step: int, rollout: Rollout, num_prompts: int) -> Iterator[
                 "advantage": advantage,
                 "text": completion.text,
                 "finished": completion.finished,
-            }
+                "logprob": sum(completion.logprobs),
+            } | ({} if after is None else {"logprob_after": after})
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +74,7 @@ class Rollout:
     verdicts: list[list[Verdict]] = field(default_factory=list)  # [Q][G], the rewards' reasons
     stages: list[int] = field(default_factory=list)  # [G], from 1: which stage each place of a group comes from
     advantages: list[list[float]] = field(default_factory=list)  # [Q][G]
+    forgotten: dict[tuple[int, int], float] = field(default_factory=dict)  # (q, g): log-probability under θ′, of some
 
     def add_stage(self, stage: int, groups: list[list[Completion]], verdicts: list[Verdict]) -> None:
         """Append n completions to every group; `verdicts` is flat, [Q · n]."""
@@ -88,6 +89,10 @@ class Rollout:
             self.rewards[row] += [verdict.reward for verdict in graded]
             self.verdicts[row] += graded
         self.stages += [stage] * num_samples
+
+    def record_forgetting(self, logprobs_after: Mapping[int, float]) -> None:
+        """`logprobs_after`: under θ′, by place in all `pairs` so far."""
+        self.forgotten |= {divmod(place, len(self.stages)): value for place, value in logprobs_after.items()}
 
     def pairs(self, rows: Iterable[int]) -> list[tuple[Prompt, Completion]]:
         """Every completion of the prompts in `rows`, beside its prompt, group by group."""
