@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +13,12 @@ import torch
 from rich.console import Console
 
 from eepo import checkpoint, recipe
+from eepo.assemble import build_trainer
 from eepo.comparison import compare
 from eepo.config import RunConfig
 from eepo.progress import Progress
 from eepo.runlog import COMPLETIONS, EVALUATIONS, METRICS, read_lines
-from eepo.trainer import Trainer
+from eepo.trainer import Trainer, is_finished, trained_seconds
 from eepo.types import UserError
 
 
@@ -163,3 +165,69 @@ def test_a_name_that_is_no_folder_name_is_refused(name: str, tmp_path: Path) -> 
     with pytest.raises(UserError, match="name"):
         compare([tiny(name.format(folder=tmp_path), 1, num_steps=0)], 1, tmp_path / "deep" / "out", quiet())
     assert list(tmp_path.rglob("recipe.toml")) == []
+
+
+# --- at equal time ----------------------------------------------------------------------------------------------------
+
+
+def with_limits(config: RunConfig, num_steps: int, max_seconds: float) -> RunConfig:
+    training = dataclasses.replace(config.training, num_steps=num_steps, max_seconds=max_seconds)
+    return dataclasses.replace(config, training=training)
+
+
+@pytest.fixture(scope="module")
+def timed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
+    """The second recipe draws a sixteenth of the baseline's completions, so it is the faster one."""
+    out = tmp_path_factory.mktemp("timed")
+    slow, fast = tiny("slow", 1), tiny("fast", 1)
+    slow = dataclasses.replace(slow, algorithm=dataclasses.replace(slow.algorithm, group_size=64))
+    return out, compare([slow, fast], 2, out, quiet(), equal_time=True)
+
+
+def test_at_equal_time_a_run_ends_with_the_first_step_that_reaches_the_baselines_seconds(
+    timed: tuple[Path, list[Path]],
+) -> None:
+    _, (slow, slow_other, fast, fast_other) = timed
+    for baseline, other in ((slow, fast), (slow_other, fast_other)):
+        budget, spent = trained_seconds(baseline), [row["seconds/total"] for row in rows(other, METRICS)]
+        assert len(rows(baseline, METRICS)) == 2
+        assert sum(spent[:-1]) < budget <= sum(spent)
+        assert recipe.load_run(other / "recipe.toml").training.max_seconds == budget
+        assert {row["step"] for row in rows(other, EVALUATIONS)} == {len(spent)}, "the full evaluation is of the last"
+    assert len(rows(fast, METRICS)) > 2, "a faster method has more steps"
+
+
+def test_a_comparison_at_equal_time_goes_on_without_another_step(timed: tuple[Path, list[Path]]) -> None:
+    out, folders = timed
+    before = [(folder / METRICS).read_bytes() for folder in folders]
+    slow, fast = (recipe.load_run(folders[place] / "recipe.toml") for place in (0, 2))
+    assert compare([slow, with_limits(fast, 2, 0.0)], 2, out, quiet(), equal_time=True) == folders
+    assert [(folder / METRICS).read_bytes() for folder in folders] == before
+
+
+def test_runs_at_equal_rollouts_do_not_become_runs_at_equal_time(
+    timed: tuple[Path, list[Path]], compared: tuple[Path, list[Path]]
+) -> None:
+    with pytest.raises(UserError, match=r"eepo/seed-3 holds a run ended by its number of steps.*another --out"):
+        compare(both(), 1, compared[0], quiet(), equal_time=True)
+    with pytest.raises(UserError, match=r"fast/seed-3 holds a run ended by time.*another --out"):
+        compare([tiny("fast", 1)], 1, timed[0], quiet())
+
+
+def test_equal_time_needs_someone_to_be_equal_to(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--equal-time needs a baseline"):
+        compare([tiny("grpo", 1)], 1, tmp_path / "out", quiet(), equal_time=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_seconds_of_earlier_steps_count_when_a_run_goes_on(tmp_path: Path) -> None:
+    """Just the seconds that are spent: no step more. A breath more: one step more."""
+    config = with_limits(tiny("grpo", 1), 2, 1000.0)
+    build_trainer(config, tmp_path, resume=False, progress=quiet()).run()
+    spent = trained_seconds(tmp_path)
+    for limit, num_steps in ((spent, 2), (spent + 1e-6, 3)):
+        longer = with_limits(config, 50, limit)
+        build_trainer(longer, tmp_path, resume=True, progress=quiet()).run()
+        assert len(rows(tmp_path, METRICS)) == num_steps
+        assert is_finished(longer, tmp_path)
+    assert not is_finished(with_limits(config, 50, trained_seconds(tmp_path) + 1e-6), tmp_path)

@@ -46,6 +46,7 @@ FREE_TO_CHANGE = {
     "rollout.max_rows",
     "reward.num_workers",
     "training.num_steps",
+    "training.max_seconds",
     "training.checkpoint_every",
     "training.keep_checkpoints",
     "training.log_completions",

@@ -85,9 +85,17 @@ def doctor(
 
 
 @app.command()
-def compare(recipes: Recipes, out: Out, seeds: Seeds = 3, overrides: Overrides = None) -> None:
-    """Train recipes over seeds at equal rollouts; print means with 95 % intervals, and write a report."""
-    _compare(recipes, seeds, out, overrides, Progress())
+def compare(
+    recipes: Recipes,
+    out: Out,
+    seeds: Seeds = 3,
+    overrides: Overrides = None,
+    equal_time: Annotated[
+        bool, typer.Option("--equal-time", help="Every other recipe trains for as many seconds as the first one took.")
+    ] = False,
+) -> None:
+    """Train recipes over seeds at equal rollouts, or equal time; print means with 95 % intervals, write a report."""
+    _compare(recipes, seeds, out, overrides, Progress(), equal_time)
 
 
 @app.command()
@@ -190,11 +198,18 @@ def table(
     progress.say(f"tables: {', '.join(map(str, files))}")
 
 
-def _compare(names: list[str], seeds: int, out: Path, overrides: list[str] | None, progress: Progress) -> None:
+def _compare(
+    names: list[str],
+    seeds: int,
+    out: Path,
+    overrides: list[str] | None,
+    progress: Progress,
+    equal_time: bool = False,
+) -> None:
     from eepo.comparison import compare
     from eepo.recipe import load_run
 
-    folders = compare([load_run(name, overrides or ()) for name in names], seeds, out, progress)
+    folders = compare([load_run(name, overrides or ()) for name in names], seeds, out, progress, equal_time)
     _report(folders, out / "report.html", progress)
 
 

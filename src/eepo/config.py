@@ -136,6 +136,7 @@ class TrainingConfig:
     """The loop: how many prompts, how often, and the optimizer."""
 
     num_steps: int = knob(100, least=0)
+    max_seconds: float = knob(0.0, least=0)  # of steps alone: the first step that reaches it is the last; 0: no limit
     prompts_per_step: int = knob(128, least=1)
     prompts_per_mini_batch: int = knob(64, least=1)
     learning_rate: float = knob(5e-7, least=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import signal
 import threading
@@ -36,6 +37,12 @@ class Trainer:
     progress: Progress
     step: int = 0  # whole steps done
     num_prompts_seen: int = 0
+    seconds: float = 0.0  # of these steps, as their records say
+
+    @property
+    def done(self) -> bool:
+        settings = self.config.training
+        return self.step >= settings.num_steps or 0 < settings.max_seconds <= self.seconds
 
     @property
     def checkpoints(self) -> Path:
@@ -49,6 +56,7 @@ class Trainer:
         """Go on from a checkpoint whose weights the policy already has: optimizer, counters, gate history."""
         state = checkpoint.load_training(folder, self.model, self.algorithm.optimizer)
         self.step, self.num_prompts_seen = state["step"], state["num_prompts_seen"]
+        self.seconds = trained_seconds(self.log.folder)
         self.algorithm.gate_history, self.algorithm.auto_lr = state["gate_history"], state["auto_lr"]
 
     def run(self) -> Path:
@@ -56,11 +64,11 @@ class Trainer:
         settings, title = self.config.training, f"{self.config.name} seed {self.config.training.seed}"
         if self.step == 0 and not self._evaluated("full", "quick"):
             self._evaluate_start()
-        with self.progress.bar(f"train {title}", settings.num_steps, self.step) as bar, _stop_signals() as stop:
-            while self.step < settings.num_steps:
+        with self._training_bar(title) as bar, _stop_signals() as stop:
+            while not self.done:
                 self._one_step(bar)
                 due = settings.checkpoint_every and self.step % settings.checkpoint_every == 0
-                if due or stop.is_set() or self.step == settings.num_steps:
+                if due or stop.is_set() or self.done:
                     self._save()
                 if stop.is_set():
                     raise Interrupted(f"stopped after step {self.step}; go on with: {self._resume_command()}")
@@ -70,6 +78,17 @@ class Trainer:
         if not finished:
             self._evaluate("full", self.config.evaluation.num_samples, None)
         return final
+
+    def _training_bar(self, title: str) -> Bar:
+        """Over steps or, where time is what ends the run, over seconds."""
+        settings = self.config.training
+        if settings.max_seconds:
+            return self.progress.bar(f"train {title}, seconds", math.ceil(settings.max_seconds), self._along())
+        return self.progress.bar(f"train {title}", settings.num_steps, self._along())
+
+    def _along(self) -> int:
+        most = self.config.training.max_seconds
+        return math.ceil(min(self.seconds, most)) if most else self.step
 
     def _resume_command(self) -> str:
         folder = shlex.quote(str(self.log.folder))
@@ -85,13 +104,15 @@ class Trainer:
         self.step += 1
         self.num_prompts_seen += len(prompts)
         row = {"step": self.step} | metrics.result()
+        self.seconds += row["seconds/total"]
         self.log.append(METRICS, row)
         self.log.append(COMPLETIONS, *_completion_rows(self.step, rollout, self.config.training.log_completions))
         bar.advance(
-            note=f"reward {row['reward']:.3f}  entropy {row['entropy']:.3f}  {row['seconds/total']:.1f} s a step"
+            self._along() - bar.done,
+            note=f"reward {row['reward']:.3f}  entropy {row['entropy']:.3f}  {row['seconds/total']:.1f} s a step",
         )
         every = self.config.evaluation.every
-        if every and self.step % every == 0 and self.step < self.config.training.num_steps:
+        if every and self.step % every == 0 and not self.done:
             self._quick_look()
 
     def _evaluate_start(self) -> None:
@@ -145,6 +166,24 @@ class Trainer:
         }
         checkpoint.save(self.checkpoints, self.step, self.model, self.tokenizer, self.algorithm.optimizer, state)
         checkpoint.prune(self.checkpoints, self.config.training.keep_checkpoints)
+
+
+def trained_seconds(folder: Path) -> float:
+    """Of the steps in a run's records, added in their order, so that a resumed run has the very sum it had before."""
+    total = 0.0
+    for row in read_lines(folder / METRICS):
+        total += row["seconds/total"]
+    return total
+
+
+def is_finished(config: RunConfig, folder: Path) -> bool:
+    """Whether the run of `config` in `folder` has come to its end: the full evaluation is the last thing it writes."""
+    if not (folder / "final").is_dir() or not (folder / METRICS).is_file() or not (folder / EVALUATIONS).is_file():
+        return False
+    step = max((row["step"] for row in read_lines(folder / METRICS)), default=0)
+    judged = any(row["step"] == step and row["kind"] == "full" for row in read_lines(folder / EVALUATIONS))
+    most = config.training.max_seconds
+    return judged and (step >= config.training.num_steps or 0 < most <= trained_seconds(folder))
 
 
 def _silent(done: int) -> None:

@@ -163,3 +163,56 @@ def test_unequal_rollouts_are_said(write_run):
     recipe = runs[1].folder / "recipe.toml"
     recipe.write_text(recipe.read_text().replace("group_size = 8", "group_size = 16"))
     assert "Not at equal rollouts" in summary([runs[0], read_run(runs[1].folder)])
+
+
+# --- at equal time ----------------------------------------------------------------------------------------------------
+
+
+def timed_run(write_run, name, seed, correct, num_steps, max_seconds):
+    """A step takes 2 s (conftest); cut to `num_steps` of them."""
+    folder = write_run(name, seed, correct)
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[:num_steps]))
+    with (folder / "recipe.toml").open("a") as file:  # its last table is [training]
+        file.write(f"max_seconds = {max_seconds}\n")
+    return read_run(folder)
+
+
+def test_equal_time_is_said_with_steps_and_seconds_and_is_not_called_unequal(write_run):
+    """Seed 1 of the baseline took 40 s, so that is what seed 1 of the other one has."""
+    runs = [timed_run(write_run, "grpo", seed, [16, seed, 0, 0], 30 - 10 * seed, 0.0) for seed in (0, 1)]
+    for run in runs:
+        text = (run.folder / "recipe.toml").read_text()
+        (run.folder / "recipe.toml").write_text(text.replace("num_steps = 30", f"num_steps = {run.last_step}"))
+    runs = [read_run(run.folder) for run in runs]
+    runs += [
+        timed_run(write_run, "fast", seed, [30, 2 * seed, 0, 0], 30 - 9 * seed, 60.0 - 20 * seed) for seed in (0, 1)
+    ]
+    sentences = summary_sentences(runs)
+    assert sentences[0] == (
+        "At equal training time, seed by seed, evaluations not counted: "
+        "grpo 20 to 30 steps in 40.0 to 60.0 s; fast 21 to 30 steps in 42.0 to 60.0 s."
+    )
+    assert "fast against grpo on in range at equal training time, paired over 2 seeds" in sentences[1]
+    assert not any("Not at equal" in sentence or "stopped" in sentence for sentence in sentences)
+    assert not any("not seeds of one recipe" in sentence and "max_seconds" in sentence for sentence in sentences)
+
+
+def test_a_run_cut_before_its_time_is_named(write_run):
+    runs = [read_run(write_run("grpo", 0)), timed_run(write_run, "slow", 0, [8, 0, 0, 0], 12, 60.0)]
+    text = summary(runs)
+    assert "slow with seed 0 stopped at step 12, after 24.0 s of 60.0." in text
+
+
+def test_other_seconds_than_the_baselines_are_not_equal_time(write_run):
+    runs = [read_run(write_run("grpo", 0)), timed_run(write_run, "slow", 0, [8, 0, 0, 0], 20, 40.0)]
+    text = summary(runs)
+    assert "At equal training time" not in text
+    assert "Not at equal rollouts" in text
+
+
+def test_a_shown_difference_says_which_way(write_run):
+    runs = [read_run(write_run("grpo", seed, [16, 16, 16, 16])) for seed in (0, 1, 2)]
+    runs += [read_run(write_run("eepo", seed, [1, 1 + seed, 1, 1])) for seed in (0, 1, 2)]
+    assert re.search(r"exclude 0: [^;]*mean \(eepo lower\)", summary(runs))
+    assert re.search(r"; for [^.]*greedy[^.]* no difference is shown\.", summary(runs))

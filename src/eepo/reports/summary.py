@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from eepo.estimates import seed_interval
@@ -15,11 +16,12 @@ def summary_sentences(runs: Sequence[Run]) -> list[str]:
     """Every method against the first one, then what a reader must know before believing it."""
     methods = by_method(runs)
     first, *others = methods
+    basis = " at equal training time" if at_equal_time(runs) else ""
     compared = [
         found
         for other in others
         for name in evaluation_sets(runs)
-        if (found := _compare(methods[first], methods[other], name, shown_measures(runs)))
+        if (found := _compare(methods[first], methods[other], name, shown_measures(runs), basis))
     ]
     sentences = [sentence for sentence, _ in compared]
     num_intervals = sum(number for _, number in compared)
@@ -32,16 +34,65 @@ def summary_sentences(runs: Sequence[Run]) -> list[str]:
             f"These are {num_intervals} intervals at 95 %: where methods do not differ at all, "
             "about one in twenty still excludes 0."
         )
-    return sentences + cautions(runs)
+    return [_time_sentence(runs)] * bool(basis) + sentences + cautions(runs)
+
+
+def at_equal_time(runs: Sequence[Run]) -> bool:
+    """Whether time ended some of the runs, and gave every seed of every method what the first method's seed had."""
+    first, *others = by_method(runs).values()
+    given = {run.seed: _time_limit(run) or run.seconds() or 0.0 for run in first}
+    limits = [(_time_limit(run) or run.seconds() or 0.0, given.get(run.seed)) for seeds in others for run in seeds]
+    same = all(base is not None and math.isclose(own, base, rel_tol=1e-6) for own, base in limits)
+    return bool(limits) and same and any(_time_limit(run) for run in runs)
+
+
+def _time_limit(run: Run) -> float:
+    return float(run.setting("training", "max_seconds") or 0.0)
+
+
+def _time_sentence(runs: Sequence[Run]) -> str:
+    """With the steps and the seconds of each method, from its lowest to its highest seed."""
+    spent = [
+        f"{method} {_span([run.last_step for run in seeds], '{:,.0f}')} steps in "
+        f"{_span([run.seconds() or 0.0 for run in seeds], '{:,.1f}')} s"
+        for method, seeds in by_method(runs).items()
+    ]
+    return f"At equal training time, seed by seed, evaluations not counted: {'; '.join(spent)}."
+
+
+def _span(values: Sequence[float], form: str) -> str:
+    ends = list(dict.fromkeys(form.format(end) for end in (min(values), max(values))))
+    return " to ".join(ends)
 
 
 def cautions(runs: Sequence[Run]) -> list[str]:
     """What makes the runs less comparable than they look."""
-    sentences = [
-        f"{run.name} with seed {run.seed} stopped at step {run.last_step} of {run.setting('training', 'num_steps')}."
-        for run in runs
-        if run.last_step < (run.setting("training", "num_steps") or 0)
-    ]
+    sentences = [stopped for run in runs if (stopped := _stopped_early(run))]
+    sentences += [] if at_equal_time(runs) else _unequal_training(runs)
+    settings = differing_settings(runs)
+    judged = [key for key in settings if key.startswith(("model.path", "model.revision", "task.", "evaluation."))]
+    if judged:
+        sentences.append(f"Not like for like: the runs also differ in {', '.join(judged)}.")
+    for method in by_method(runs):
+        mixed = [key for key, values in settings.items() if len(values[method]) > 1 and key != "training.max_seconds"]
+        if mixed:
+            sentences.append(f"The runs named {method} are not seeds of one recipe: they differ in {', '.join(mixed)}.")
+    return sentences
+
+
+def _stopped_early(run: Run) -> str | None:
+    limit, num_steps, seconds = _time_limit(run), run.setting("training", "num_steps") or 0, run.seconds() or 0.0
+    if limit and seconds < limit * (1 - 1e-9):
+        return (
+            f"{run.name} with seed {run.seed} stopped at step {run.last_step}, after {seconds:,.1f} s of {limit:,.1f}."
+        )
+    if not limit and run.last_step < num_steps:
+        return f"{run.name} with seed {run.seed} stopped at step {run.last_step} of {num_steps}."
+    return None
+
+
+def _unequal_training(runs: Sequence[Run]) -> list[str]:
+    sentences = []
     final = {row["step"] for run in runs for name in evaluation_sets(runs) if (row := run.full_evaluation(name))}
     if len(final) > 1:
         steps = ", ".join(map(str, sorted(final)))
@@ -50,22 +101,16 @@ def cautions(runs: Sequence[Run]) -> list[str]:
     if len(set(drawn.values())) > 1:
         numbers = ", ".join(f"{method} {number:,}" for method, number in drawn.items() if number is not None)
         sentences.append(f"Not at equal rollouts: completions drawn in training are {numbers}.")
-    settings = differing_settings(runs)
-    judged = [key for key in settings if key.startswith(("model.path", "model.revision", "task.", "evaluation."))]
-    if judged:
-        sentences.append(f"Not like for like: the runs also differ in {', '.join(judged)}.")
-    for method in by_method(runs):
-        mixed = [key for key, values in settings.items() if len(values[method]) > 1]
-        if mixed:
-            sentences.append(f"The runs named {method} are not seeds of one recipe: they differ in {', '.join(mixed)}.")
     return sentences
 
 
-def _compare(first: Sequence[Run], other: Sequence[Run], name: str, measures: Sequence[str]) -> tuple[str, int] | None:
+def _compare(
+    first: Sequence[Run], other: Sequence[Run], name: str, measures: Sequence[str], basis: str
+) -> tuple[str, int] | None:
     """The sentence, and how many intervals it holds."""
     if not full_evaluations(first, name) or not full_evaluations(other, name):
         return None
-    subject = f"{other[0].name} against {first[0].name} on {plain(name)}"
+    subject = f"{other[0].name} against {first[0].name} on {plain(name)}{basis}"
     pairs = _seed_pairs(first, other, name)
     if len(pairs) >= 2:
         return _paired(f"{subject}, paired over {len(pairs)} seeds", pairs, name, measures)
@@ -85,14 +130,20 @@ def _paired(subject: str, pairs: Sequence[tuple[Run, Run]], name: str, measures:
     """Differences with their intervals, then in words what they show, which is often nothing."""
     found = {measure: differences for measure in measures if (differences := _differences(pairs, name, measure))}
     parts = [_difference_text(measure, differences) for measure, differences in found.items()]
-    excluding = [_label(measure) for measure, differences in found.items() if _excludes_zero(differences)]
-    if not excluding:
-        verdict = "No interval excludes 0, so no difference is shown."
-    elif len(excluding) == len(found):
-        verdict = "Every interval excludes 0."
-    else:
-        verdict = f"Intervals that exclude 0: {', '.join(excluding)}; for the others no difference is shown."
-    return f"{subject}, difference [95 % interval]: {'; '.join(parts)}. {verdict}", len(parts)
+    return f"{subject}, difference [95 % interval]: {'; '.join(parts)}. {_verdict(pairs[0][1].name, found)}", len(parts)
+
+
+def _verdict(method: str, found: dict[str, list[float]]) -> str:
+    """For every measure, whether the data show a difference, and which way."""
+    shown = {measure: sum(values) > 0 for measure, values in found.items() if _excludes_zero(values)}
+    ways = {True: f"{method} higher", False: f"{method} lower"}
+    excluding = ", ".join(f"{_label(measure)} ({ways[up]})" for measure, up in shown.items())
+    if not shown:
+        return "No interval excludes 0, so no difference is shown."
+    if len(shown) == len(found):
+        return f"Every interval excludes 0: {excluding}."
+    others = ", ".join(_label(measure) for measure in found if measure not in shown)
+    return f"Intervals that exclude 0: {excluding}; for {others} no difference is shown."
 
 
 def _differences(pairs: Sequence[tuple[Run, Run]], name: str, measure: str) -> list[float]:
