@@ -95,9 +95,13 @@ def write_run(tmp_path: Path) -> WriteRun:
         (folder / "evaluations.jsonl").write_text(to_lines(evaluations))
         completions = [
             {"step": step, "prompt_id": f"{step}/{prompt}", "prompt": "1 2 = 3 :", "stage": 1 + (place >= 4) * staged,
-             "reward": 1.0, "advantage": 0.0, "text": f"{text} @{step}", "finished": True}
+             "reward": 1.0, "reason": "right", "advantage": 0.0, "text": f"{text} @{step}", "finished": True,
+             "logprob": -1.0 - place}
             for step in range(1, NUM_STEPS + 1) for prompt in range(2) for place in range(8)
         ]  # fmt: skip
+        for row in completions:
+            if staged and row["stage"] == 1 and row["step"] % 3:  # in some steps nothing is gated
+                row["logprob_after"] = row["logprob"] - 0.5
         (folder / "completions.jsonl").write_text(to_lines(completions))
         return folder
 

@@ -7,11 +7,15 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from eepo.reports.collapse import accuracy_by_entropy
 from eepo.reports.curves import evaluation_curve, metric_curve, over_seeds, smooth
 from eepo.reports.figures import cost_figure, pass_at_k_figure
 from eepo.reports.palette import KNOWN, looks
+from eepo.reports.panels import WIDTH
 from eepo.reports.pictures import PICTURES, draw_pictures, image_bytes
 from eepo.reports.runs import read_run
+
+NAMES = ("exploration", "collapse", "pass_at_k", "cost", "unlearning", "forgetting")
 
 
 @pytest.fixture
@@ -21,10 +25,10 @@ def runs(write_run):
 
 def test_every_figure_is_drawn_and_none_is_blank(runs):
     drawn = draw_pictures(runs)
-    assert [picture.name for picture, _ in drawn] == ["exploration", "collapse", "pass_at_k", "cost", "unlearning"]
-    for _, figure in drawn:
+    assert [picture.name for picture, _ in drawn] == [*NAMES]
+    for picture, figure in drawn:
         pixels = imread(io.BytesIO(image_bytes(figure, "png")))[..., :3]
-        for method in ("grpo", "eepo"):
+        for method in ("eepo",) if picture.name == "forgetting" else ("grpo", "eepo"):
             colour = [int(KNOWN[method][0][place : place + 2], 16) / 255 for place in (1, 3, 5)]
             assert (np.abs(pixels - colour).max(-1) < 0.02).sum() > 100
 
@@ -34,7 +38,7 @@ def test_no_text_leaves_the_figure_or_overlaps(runs, write_run):
     runs = [*runs, read_run(write_run("eepo_with_a_rather_long_name", 0)), read_run(write_run("higher_temperature", 0))]
     for picture, figure in draw_pictures(runs):
         figure.canvas.draw()
-        boxes = [axes.title.get_window_extent() for axes in figure.axes]
+        boxes = [axes.title.get_window_extent() for axes in figure.axes if axes.get_visible()]
         boxes += [legend.get_window_extent() for axes in figure.axes if (legend := axes.get_legend())]
         boxes += [legend.get_window_extent() for legend in figure.legends]
         for place, box in enumerate(boxes):
@@ -42,6 +46,24 @@ def test_no_text_leaves_the_figure_or_overlaps(runs, write_run):
             assert box.x1 <= figure.bbox.x1 + 1, picture.name
             assert box.y0 >= -1, picture.name
             assert not any(box.overlaps(other) for other in boxes[place + 1 :]), picture.name
+
+
+def test_figures_have_the_width_of_a_page_and_text_that_can_be_read_there(runs):
+    for picture, figure in draw_pictures(runs):
+        wide = 0.72 * WIDTH if picture.name == "pass_at_k" else WIDTH
+        assert figure.get_figwidth() == pytest.approx(wide)
+        texts = [axes.title for axes in figure.axes] + [tick for axes in figure.axes for tick in axes.get_xticklabels()]
+        assert min(text.get_fontsize() for text in texts) >= 6
+        assert f'width="{72 * wide:g}pt"' in image_bytes(figure, "svg").decode()
+
+
+def test_accuracy_stands_against_the_entropy_of_the_policy_that_was_evaluated(write_run):
+    """Evaluated after step s; entropy of that policy is what step s + 1 sampled with."""
+    run = read_run(write_run("grpo"))
+    entropy = run.series("entropy")
+    path = accuracy_by_entropy([run], "in_range")
+    assert [accuracy for _, accuracy in path] == evaluation_curve([run], "in_range", "mean").mean.tolist()
+    assert [found for found, _ in path] == [entropy[step] for step in (1, 11, 21, 30)]
 
 
 def test_figures_without_data_are_left_out(write_run):

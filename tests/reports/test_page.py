@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 from html.parser import HTMLParser
@@ -60,11 +62,14 @@ def test_the_page_is_whole_and_needs_no_network(write_run, out):
     folders = [write_run(name, seed) for name in ("grpo", "eepo") for seed in (0, 1)]
     assert write_report(folders, out) == out
     tags, source = read_page(out), out.read_text(encoding="utf-8")
-    assert tags.tags.count("img") == 5
+    assert tags.tags.count("img") == 6
     assert all(found.startswith("data:image/svg+xml;base64,") for found in tags.sources)
-    assert not {"script", "link", "iframe", "object"} & set(tags.tags)
+    assert not {"link", "iframe", "object", "form"} & set(tags.tags)
+    assert tags.tags.count("script") == 2  # the data, and the one that reads them
     assert not re.search(r"""(?i)(src|href|url\(|@import)[\s="'(]*(https?:)?//""", source)
-    assert "default-src 'none'; style-src 'unsafe-inline'; img-src data:" in source
+    script = re.search(r"<script>(.*?)</script>", source, re.DOTALL)[1]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'; " in source
     assert 'name="viewport"' in source
     assert "prefers-color-scheme: dark" in source
     for words in (
@@ -76,12 +81,13 @@ def test_the_page_is_whole_and_needs_no_network(write_run, out):
     ):
         assert words in tags.text
     figures = sorted(path.name for path in (out.parent / "report_figures").iterdir())
-    assert figures == ["collapse.png", "cost.png", "exploration.png", "pass_at_k.png", "unlearning.png"]
+    names = ("collapse", "cost", "exploration", "forgetting", "pass_at_k", "unlearning")
+    assert figures == [f"{name}.{form}" for name in names for form in ("png", "svg")]
 
 
 def test_a_report_of_one_seed_says_so(write_run):
     runs = [read_run(write_run("grpo")), read_run(write_run("eepo"))]
-    text = page(runs, [(PICTURES[2], PICTURES[2].figure(runs))])
+    text = page(runs, [(PICTURES[2], 5.5, b"<svg/>")])
     assert "One seed cannot show a difference" in text
     assert "problems of ONE seed, which is not evidence about methods" in text
     assert "95 % intervals over the problems of that seed" in text
@@ -91,7 +97,7 @@ def test_a_report_of_one_seed_says_so(write_run):
 def test_what_a_model_wrote_cannot_act(write_run, out):
     hostile = "</pre></td><script>alert(1)</script><img src=x onerror=alert(1)> \ud800 \u202e \x1b[31m"
     source = write_report([bare(write_run("eepo", text=hostile))], out).read_text(encoding="utf-8")
-    assert "<script" not in source
+    assert source.count("<script") == source.count("</script") == 2
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in source
     assert "<img src=x" not in source
     assert "\u202e" not in source
@@ -103,7 +109,7 @@ def test_names_and_settings_are_escaped_as_well(write_run, out):
     folder = write_run("a<b>", settings='gate = "<script>"')
     (folder / "environment.json").write_text(json.dumps({"device": "<script>"}))
     source = write_report([bare(folder), bare(write_run("grpo"))], out).read_text(encoding="utf-8")
-    assert "<script" not in source
+    assert source.count("<script") == 2
     assert "<b>a" not in source
     assert "a<b>" not in source
 
@@ -120,6 +126,7 @@ def test_figures_of_an_earlier_report_do_not_stay(write_run, out):
     folder = out.parent / "report_figures"
     folder.mkdir()
     (folder / "unlearning.png").touch()
+    (folder / "unlearning.svg").touch()
     (folder / "mine.png").touch()
     write_report([bare(write_run("grpo"))], out)
     assert [path.name for path in folder.iterdir()] == ["mine.png"]
@@ -139,3 +146,40 @@ def test_mistakes_are_one_line(tmp_path, write_run):
         write_report([], tmp_path / "report.html")
     with pytest.raises(UserError, match="is a folder"):
         write_report([write_run()], tmp_path)
+
+
+def test_a_run_killed_in_its_first_step_has_a_page(write_run, out):
+    """It got as far as its recipe and half a line of completions."""
+    folder = write_run("eepo")
+    for name in ("evaluations.jsonl", "environment.json"):
+        (folder / name).unlink()
+    (folder / "metrics.jsonl").write_text("")
+    (folder / "completions.jsonl").write_text('{"step": 1, "prom')
+    text = read_page(write_report([folder], out)).text
+    assert "stopped at step 0 of 30" in text
+    assert "no data for figures yet" in text
+    assert "The runs kept no completions." in text
+
+
+def test_a_run_killed_after_one_step_has_a_page(write_run, out):
+    folder = write_run("eepo")
+    for name in ("metrics", "completions"):
+        lines = (folder / f"{name}.jsonl").read_text().splitlines(keepends=True)
+        (folder / f"{name}.jsonl").write_text("".join(line for line in lines if '"step": 1,' in line))
+    (folder / "evaluations.jsonl").unlink()
+    tags = read_page(write_report([folder], out))
+    assert tags.tags.count("img") == 4  # no evaluation: no collapse, no pass@k
+    assert "stopped at step 1 of 30" in tags.text
+
+
+def test_many_methods_fit_on_a_page(write_run, out):
+    names = ("grpo", "eepo", *(f"method_{number}" for number in range(7)))
+    tags = read_page(write_report([write_run(name) for name in names], out))
+    assert tags.tags.count("img") == 6
+    assert out.stat().st_size < 5e6
+
+
+def test_two_methods_with_three_seeds(write_run, out):
+    tags = read_page(write_report([write_run(name, seed) for name in ("grpo", "eepo") for seed in range(3)], out))
+    assert "paired over 3 seeds" in tags.text
+    assert out.stat().st_size < 5e6

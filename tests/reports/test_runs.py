@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from eepo.reports.runs import EARLY_COMPLETIONS, LATE_COMPLETIONS, by_method, read_run
+from eepo.reports.runs import MOST_COMPLETIONS, by_method, read_run, spread_steps
 from eepo.types import UserError
 
 
@@ -68,12 +68,36 @@ def test_the_other_files_may_be_missing(write_run):
     assert (run.environment, run.evaluations, run.completions) == ({}, [], [])
 
 
-def test_completions_keep_the_first_and_the_last(write_run):
+def test_what_is_kept_of_many_completions_is_bounded_and_counted(write_run):
     folder = write_run()
-    rows = [{"step": number} for number in range(1000)]
+    rows = [{"step": 1 + number // 4} for number in range(4 * MOST_COMPLETIONS)]
     (folder / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    steps = [row["step"] for row in read_run(folder).completions]
-    assert steps == [*range(EARLY_COMPLETIONS), *range(1000 - LATE_COMPLETIONS, 1000)]
+    run = read_run(folder)
+    assert MOST_COMPLETIONS / 2 < len(run.completions) <= MOST_COMPLETIONS + 4
+    assert run.num_logged == 4 * MOST_COMPLETIONS
+
+
+def test_steps_are_kept_whole_and_evenly_spread():
+    rows = [{"step": step, "place": place} for step in range(1, 101) for place in range(3)]
+    kept = spread_steps(rows, 60)
+    steps = sorted({row["step"] for row in kept})
+    assert steps == [*range(1, 101, 8), 100]
+    assert [row for row in rows if row["step"] in steps] == kept
+    assert spread_steps(rows, 300) == rows
+
+
+def test_a_step_larger_than_the_bound_is_cut():
+    rows = [{"step": step} for step in (1, 2, 3) for _ in range(50)]
+    assert [row["step"] for row in spread_steps(rows, 10)] == [1] * 10 + [3] * 10
+
+
+def test_the_last_step_that_forgot_something_is_kept():
+    rows = [{"step": step, "logprob": -1.0} for step in range(1, 101)]
+    rows[89]["logprob_after"] = rows[29]["logprob_after"] = -2.0
+    steps = [row["step"] for row in spread_steps(rows, 4)]
+    assert steps[0] == 1
+    assert {90, 100} <= set(steps)
+    assert 30 not in steps
 
 
 def test_values_that_are_not_finite_are_left_out_of_series(write_run):

@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from eepo.reports.measures import problem_values, value
+from eepo.reports.palette import looks
 from eepo.reports.runs import Row, Run
 
 SMOOTHED_FROM = 25  # with fewer points a line is drawn as it is
@@ -65,10 +66,17 @@ def draw(
     marker are not smoothed."""
     mean = curve.mean if marker else smooth(curve.mean)
     if alone and mean is not curve.mean:
-        axes.plot(curve.steps, curve.mean, color=colour, linewidth=0.6, alpha=0.3)
+        axes.plot(curve.steps, curve.mean, color=colour, linewidth=0.4, alpha=0.3)
     if alone and curve.num_seeds > 1:
         axes.fill_between(curve.steps, curve.low, curve.high, color=colour, alpha=0.13, linewidth=0)
-    axes.plot(curve.steps, mean, color=colour, linestyle=style, linewidth=1.8, marker=marker, markersize=4.5)
+    axes.plot(curve.steps, mean, color=colour, linestyle=style, marker=marker)
+
+
+def draw_methods(axes: Axes, methods: Mapping[str, Sequence[Run]], key: str, style: Any = "solid") -> None:
+    """A metric over the steps, for each method that has it."""
+    for method, (colour, _) in looks(methods).items():
+        if curve := metric_curve(methods[method], key):
+            draw(axes, curve, colour, style, alone=len(methods) <= MOST_BANDED)
 
 
 def _evaluated(run: Run, name: str, measure: str) -> dict[int, float]:

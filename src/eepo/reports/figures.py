@@ -6,17 +6,18 @@ Figures are made without pyplot, so drawing leaves nothing behind in the process
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from eepo.reports.curves import MOST_BANDED, draw, evaluation_curve, metric_curve
+from eepo.reports.curves import draw_methods
 from eepo.reports.measures import START, estimate, full_evaluations, start_evaluations
 from eepo.reports.palette import PHASES, STAGE_STYLES, looks
 from eepo.reports.panels import (
     PANEL_HEIGHT,
+    WIDTH,
     add_legend,
+    from_zero,
     in_percent,
     label_k,
     label_steps,
@@ -24,7 +25,6 @@ from eepo.reports.panels import (
     name_text,
     new_panels,
     stage_lines,
-    style_lines,
     styled,
 )
 from eepo.reports.runs import Row, Run, by_method, evaluation_sets
@@ -41,25 +41,8 @@ def exploration_figure(runs: Sequence[Run]) -> Figure | None:
     for axes, (key, title) in zip(panels, names.items(), strict=True):
         _draw_stages(axes, runs, key)
         label_steps(axes, title)
-    panels[0].set_ylim(bottom=0)
+    from_zero(panels[0])
     add_legend(figure, method_lines(by_method(runs)) + stage_lines(runs))
-    return figure
-
-
-@styled
-def collapse_figure(runs: Sequence[Run]) -> Figure | None:
-    """Accuracy on every evaluation set, and entropy beside it."""
-    sets = [name for name in evaluation_sets(runs) if _evaluated_twice(runs, name)]
-    if not sets:
-        return None
-    figure, panels = new_panels(len(sets) + 1)
-    for axes, name in zip(panels, sets, strict=False):
-        _draw_accuracy(axes, runs, name)
-        label_steps(axes, f"accuracy, {name_text(plain(name))}")
-    _draw_methods(panels[-1], by_method(runs), "entropy")
-    label_steps(panels[-1], "entropy (nats per token)")
-    panels[-1].set_ylim(bottom=0)
-    add_legend(figure, method_lines(by_method(runs), markers=True) + style_lines(["greedy", "mean"]))
     return figure
 
 
@@ -69,7 +52,7 @@ def pass_at_k_figure(runs: Sequence[Run]) -> Figure | None:
     sets = [name for name in evaluation_sets(runs) if full_evaluations(runs, name)]
     if not sets:
         return None
-    figure, panels = new_panels(len(sets))
+    figure, panels = new_panels(len(sets), width=WIDTH if len(sets) > 2 else 0.72 * WIDTH)
     shown: dict[str, None] = {}
     for axes, name in zip(panels, sets, strict=True):
         groups = {method: full_evaluations(seeds, name) for method, seeds in by_method(runs).items()}
@@ -93,9 +76,9 @@ def cost_figure(runs: Sequence[Run]) -> Figure | None:
     }
     if not timed:
         return None
-    figure, (bars, lengths) = new_panels(2, height=max(PANEL_HEIGHT, 1.4 + 0.38 * len(timed)))
+    figure, (bars, lengths) = new_panels(2, height=max(PANEL_HEIGHT, 0.8 + 0.21 * len(timed)))
     _draw_phases(bars, timed)
-    _draw_methods(lengths, by_method(runs), "length")
+    draw_methods(lengths, by_method(runs), "length")
     label_steps(lengths, "mean length (tokens)")
     lengths.legend(handles=method_lines(by_method(runs)), loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
@@ -116,43 +99,28 @@ def unlearning_figure(runs: Sequence[Run]) -> Figure | None:
         "unlearn/weights_changed_share": "share of rollout weights changed",
     }
     for axes, (key, title) in zip(panels, names.items(), strict=False):
-        _draw_methods(axes, staged, key)
+        draw_methods(axes, staged, key)
         label_steps(axes, title)
     _draw_stages(panels[3], runs, "clip_share")
     label_steps(panels[3], "share of tokens clipped in the update")
     for axes in (panels[0], panels[2], panels[3]):
         in_percent(axes)
     for axes in (panels[0], panels[1], panels[3]):
-        axes.set_ylim(bottom=0)
+        from_zero(axes)
     add_legend(figure, method_lines(by_method(runs)) + stage_lines(runs))
     return figure
 
 
-def _draw_methods(axes: Axes, methods: dict[str, list[Run]], key: str, style: Any = "solid") -> None:
-    for method, (colour, _) in looks(methods).items():
-        if curve := metric_curve(methods[method], key):
-            draw(axes, curve, colour, style, alone=len(methods) <= MOST_BANDED)
-
-
 def _draw_stages(axes: Axes, runs: Sequence[Run], key: str) -> None:
     for stage, style in enumerate(STAGE_STYLES, start=1):
-        _draw_methods(axes, by_method(runs), f"stage{stage}/{key}", style)
-
-
-def _draw_accuracy(axes: Axes, runs: Sequence[Run], name: str) -> None:
-    methods = by_method(runs)
-    for method, (colour, marker) in looks(methods).items():
-        for measure, style in zip(("greedy", "mean"), STAGE_STYLES, strict=False):
-            if curve := evaluation_curve(methods[method], name, measure):
-                draw(axes, curve, colour, style, marker, alone=len(methods) <= MOST_BANDED)
-    in_percent(axes)
+        draw_methods(axes, by_method(runs), f"stage{stage}/{key}", style)
 
 
 def _draw_pass_at_k(axes: Axes, evaluations: Sequence[Row], colour: str, marker: str) -> None:
     """Band: lowest to highest seed; with one seed, the interval over its problems."""
     ks = sorted(set.intersection(*({int(k) for k in row["pass@k"]} for row in evaluations)))
     values = [[row["pass@k"][str(k)] for row in evaluations] for k in ks]
-    axes.plot(ks, [sum(column) / len(column) for column in values], color=colour, marker=marker, markersize=4.5)
+    axes.plot(ks, [sum(column) / len(column) for column in values], color=colour, marker=marker)
     if len(evaluations) > 1:
         axes.fill_between(ks, list(map(min, values)), list(map(max, values)), color=colour, alpha=0.15, linewidth=0)
         return
@@ -171,7 +139,7 @@ def _draw_phases(axes: Axes, methods: dict[str, list[Run]]) -> None:
         widths = [seconds.get(phase, 0.0) for seconds in spent]
         if any(widths):
             places, label = range(len(methods)), phase.replace("stage", "stage ")
-            axes.barh(places, widths, 0.62, left, color=colour, label=label, edgecolor="#555555", linewidth=0.5)
+            axes.barh(places, widths, 0.62, left, color=colour, label=label, edgecolor="#555555", linewidth=0.3)
             left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.set_yticks(range(len(methods)), [name_text(method) for method in methods])
     axes.invert_yaxis()
@@ -187,8 +155,3 @@ def _phase_seconds(seeds: Sequence[Run]) -> dict[str, float]:
     total = sum(run.seconds() or 0.0 for run in seeds)
     spent["other"] = max(0.0, total - sum(spent.values()))
     return {phase: seconds / num_steps for phase, seconds in spent.items()}
-
-
-def _evaluated_twice(runs: Sequence[Run], name: str) -> bool:
-    """One point is no course of training."""
-    return any(len({row["step"] for row in run.evaluations if row["set"] == name}) > 1 for run in runs)

@@ -1,4 +1,7 @@
-"""One HTML page that needs nothing else: no network, no script, pictures inside. It can be mailed or archived."""
+"""One HTML page that needs nothing else: no network, pictures inside. It can be mailed or archived.
+
+One script may run on it, the completions browser; all the rest is there without it.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,12 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from eepo.reports.browser import browser_section, script_policy
 from eepo.reports.curves import MOST_BANDED
 from eepo.reports.measures import comparison_rows
+from eepo.reports.panels import WIDTH
 from eepo.reports.pictures import PICTURES, Picture, draw_pictures, image_bytes
 from eepo.reports.runs import Run, by_method, read_run
-from eepo.reports.samples import samples_section
 from eepo.reports.settings import settings_table
 from eepo.reports.summary import summary_sentences
 from eepo.reports.tables import html_table
@@ -34,39 +38,53 @@ h1 { font-size: 1.6rem; line-height: 1.25; } h2 { font-size: 1.2rem; margin-top:
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .35rem .7rem; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
 th, td { white-space: nowrap; } .samples td { white-space: normal; }
+figcaption { margin-top: .5rem; }
 .caption, figcaption { color: var(--soft); font-size: .875rem; }
 figure { margin: 1rem 0 2rem; }
 .card { overflow-x: auto; background: #fff; border: 1px solid var(--line); border-radius: 6px; padding: .5rem; }
-.card img { display: block; width: 100%; min-width: 42rem; height: auto; }
+.card img { display: block; margin: 0 auto; height: auto; width: calc(var(--share) * 100%);
+  min-width: calc(var(--share) * 40rem); }
 pre { margin: 0; padding: .3rem .5rem; background: var(--block); border-radius: 4px; font-size: .8125rem;
   white-space: pre-wrap; overflow-wrap: anywhere; unicode-bidi: isolate; direction: ltr; }
 summary { cursor: pointer; padding: .3rem 0; } details { border-bottom: 1px solid var(--line); }
+.filters { display: flex; flex-wrap: wrap; gap: .5rem 1rem; }
+.filters label { color: var(--soft); font-size: .875rem; }
+.filters select, .filters input, button { font: inherit; color: var(--ink); background: var(--block);
+  border: 1px solid var(--line); border-radius: 4px; padding: .3rem .5rem; }
+.filters select, .filters input { max-width: 100%; } #filter-text { width: 17rem; }
+article { margin: .8rem 0; padding-left: .7rem; border-left: 3px solid var(--line); }
+article p { margin: 0 0 .25rem; } article.right { border-color: #009e73; } article.wrong { border-color: #d55e00; }
+pre.prompt { background: none; color: var(--soft); max-height: 7.5rem; overflow-y: auto; }
 """
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+POLICY = (
+    f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; {script_policy()}; "
+    "base-uri 'none'; form-action 'none'"
+)
 
 
 def write_report(run_folders: Sequence[Path | str], out: Path) -> Path:
-    """The page at `out`, its figures as PNG files in `<out stem>_figures/` beside it. Gives back `out`."""
+    """The page at `out`, its figures as PNG and SVG files in `<out stem>_figures/` beside it. Gives back `out`."""
     if not run_folders:
         raise UserError("a report needs at least one run folder")
     out = Path(out)
     if out.is_dir():
         raise UserError(f"{out}: is a folder; the report needs a file name such as {out / 'report.html'}")
     runs = [read_run(folder) for folder in run_folders]
-    drawn = draw_pictures(runs)
-    text = page(runs, drawn)
+    drawn = [(picture, figure, image_bytes(figure, "svg")) for picture, figure in draw_pictures(runs)]
+    text = page(runs, [(picture, figure.get_figwidth(), svg) for picture, figure, svg in drawn])
     _write_figures(drawn, out.with_name(f"{out.stem}_figures"))
     out.write_text(text, encoding="utf-8", errors="replace")  # a name may hold what UTF-8 cannot
     return out
 
 
-def page(runs: Sequence[Run], drawn: Sequence[tuple[Picture, Figure]]) -> str:
+def page(runs: Sequence[Run], drawn: Sequence[tuple[Picture, float, bytes]]) -> str:
+    """`drawn`: pictures, their width in inches, and their SVG."""
     title = (
         f"{' against '.join(reversed(by_method(runs)))}" if len(by_method(runs)) == 2 else ", ".join(by_method(runs))
     )
     sentences = "\n".join(f"<li>{escape(sentence)}</li>" for sentence in summary_sentences(runs))
-    figures = "\n".join(_figure(picture, figure, bands(runs)) for picture, figure in drawn)
+    figures = "\n".join(_figure(picture, width, svg, bands(runs)) for picture, width, svg in drawn)
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -89,8 +107,8 @@ def page(runs: Sequence[Run], drawn: Sequence[tuple[Picture, Figure]]) -> str:
 {figures or "<p>The runs have no data for figures yet.</p>"}
 <h2>Settings that differ</h2>
 {settings_table(runs)}
-<h2>Sampled completions</h2>
-{samples_section(runs)}
+<h2>Completions</h2>
+{browser_section(runs)}
 <h2>Environment</h2>
 {_environments(runs)}
 </body>
@@ -126,11 +144,13 @@ def _counts(runs: Sequence[Run]) -> str:
     return ". ".join(methods) + "."
 
 
-def _figure(picture: Picture, figure: Figure, band: str) -> str:
-    source = "data:image/svg+xml;base64," + base64.b64encode(image_bytes(figure, "svg")).decode("ascii")
+def _figure(picture: Picture, width: float, svg: bytes, band: str) -> str:
+    source = "data:image/svg+xml;base64," + base64.b64encode(svg).decode("ascii")
+    caption = f"{picture.caption} {band}" if picture.banded else picture.caption
     return (
-        f'<figure>\n<div class="card"><img alt="{escape(picture.title)}" src="{source}"></div>\n'
-        f"<figcaption><b>{escape(picture.title)}.</b> {escape(picture.caption)} {escape(band)}</figcaption>\n</figure>"
+        f'<figure id="{picture.name}">\n<div class="card" style="--share: {width / WIDTH:.2f}">'
+        f'<img alt="{escape(picture.title)}" src="{source}"></div>\n'
+        f"<figcaption><b>{escape(picture.title)}.</b> {escape(caption)}</figcaption>\n</figure>"
     )
 
 
@@ -144,10 +164,12 @@ def _environments(runs: Sequence[Run]) -> str:
     return "\n".join(f"<p>{escape(', '.join(names))}: {escape(line)}.</p>" for line, names in lines.items())
 
 
-def _write_figures(drawn: Sequence[tuple[Picture, Figure]], folder: Path) -> None:
+def _write_figures(drawn: Sequence[tuple[Picture, Figure, bytes]], folder: Path) -> None:
     """Figures of an earlier report that these runs have no data for must not stay and be taken for theirs."""
     folder.mkdir(parents=True, exist_ok=True)
     for picture in PICTURES:
-        (folder / f"{picture.name}.png").unlink(missing_ok=True)
-    for picture, figure in drawn:
+        for form in ("png", "svg"):
+            (folder / f"{picture.name}.{form}").unlink(missing_ok=True)
+    for picture, figure, svg in drawn:
         (folder / f"{picture.name}.png").write_bytes(image_bytes(figure, "png"))
+        (folder / f"{picture.name}.svg").write_bytes(svg)

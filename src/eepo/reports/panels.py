@@ -15,10 +15,19 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from eepo.reports.palette import STAGE_STYLES, looks
 from eepo.reports.runs import Row, Run
 
-WIDTH, PANEL_HEIGHT = 10.0, 3.1  # inches
+WIDTH, PANEL_HEIGHT = 5.5, 1.75  # inches: a page's text width, so that text is as large in print as it says here
 STYLE = {
-    "font.size": 10,
-    "axes.titlesize": 11,
+    "font.family": "DejaVu Sans",  # comes with matplotlib: figures look the same everywhere
+    "font.size": 6.5,
+    "axes.titlesize": 7,
+    "lines.linewidth": 1.1,
+    "lines.markersize": 2.8,
+    "axes.linewidth": 0.6,
+    "grid.linewidth": 0.5,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "xtick.major.size": 2.5,
+    "ytick.major.size": 2.5,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -44,11 +53,13 @@ def styled(draw: Callable[[Sequence[Run]], Figure | None]) -> Callable[[Sequence
     return in_style
 
 
-def new_panels(number: int, columns: int = 3, height: float = PANEL_HEIGHT) -> tuple[Figure, list[Axes]]:
-    """Axes in rows of at most `columns`, one row of legend below."""
+def new_panels(
+    number: int, columns: int = 3, height: float = PANEL_HEIGHT, width: float = WIDTH
+) -> tuple[Figure, list[Axes]]:
+    """Axes in rows of at most `columns`, one row of legend below. Sizes in inches."""
     columns = min(columns, number)
     rows = -(-number // columns)
-    figure = Figure(figsize=(WIDTH, rows * height + 0.6), layout=ConstrainedLayoutEngine(h_pad=0.09, w_pad=0.08))
+    figure = Figure(figsize=(width, rows * height + 0.35), layout=ConstrainedLayoutEngine(h_pad=0.05, w_pad=0.045))
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for unused in panels[number:]:
         unused.set_visible(False)
@@ -70,6 +81,12 @@ def label_k(axes: Axes, evaluations: Iterable[Row]) -> None:
     in_percent(axes)
 
 
+def from_zero(axes: Axes) -> None:
+    """The axis begins at 0 and ends a little above the highest line, however flat that is."""
+    highest = axes.dataLim.y1
+    axes.set_ylim(0, 1.1 * highest if highest > 0 else 1.0)
+
+
 def in_percent(axes: Axes) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.4g} %"))
 
@@ -82,7 +99,7 @@ def name_text(name: str) -> str:
 def method_lines(methods: Iterable[str], markers: bool = False) -> list[Line2D]:
     methods = list(methods)
     return [
-        Line2D([], [], color=colour, linewidth=2, marker=marker if markers else None, label=name_text(method))
+        Line2D([], [], color=colour, marker=marker if markers else None, label=name_text(method))
         for method in methods
         for colour, marker in [looks(methods)[method]]
     ]
@@ -97,7 +114,7 @@ def stage_lines(runs: Sequence[Run]) -> list[Line2D]:
 
 def style_lines(labels: Sequence[str]) -> list[Line2D]:
     return [
-        Line2D([], [], color="#444444", linewidth=1.6, linestyle=style, label=label)
+        Line2D([], [], color="#444444", linewidth=1, linestyle=style, label=label)
         for label, style in zip(labels, STAGE_STYLES, strict=False)
     ]
 
@@ -105,5 +122,5 @@ def style_lines(labels: Sequence[str]) -> list[Line2D]:
 def add_legend(figure: Figure, lines: list[Line2D]) -> None:
     """Below the panels, in as many columns as its longest label leaves room for."""
     longest = max(len(str(line.get_label())) for line in lines)
-    columns = int(WIDTH / (0.6 + 0.085 * longest))  # inches: a line's handle, and a character
+    columns = int(figure.get_figwidth() / (0.42 + 0.056 * longest))  # inches: a line's handle, and a character
     figure.legend(handles=lines, loc="outside lower center", ncol=max(1, min(len(lines), columns)))

@@ -9,13 +9,9 @@ from dataclasses import dataclass
 import matplotlib
 from matplotlib.figure import Figure
 
-from eepo.reports.figures import (
-    collapse_figure,
-    cost_figure,
-    exploration_figure,
-    pass_at_k_figure,
-    unlearning_figure,
-)
+from eepo.reports.collapse import collapse_figure
+from eepo.reports.figures import cost_figure, exploration_figure, pass_at_k_figure, unlearning_figure
+from eepo.reports.forgetting import forgetting_figure
 from eepo.reports.panels import STYLE
 from eepo.reports.runs import Run
 
@@ -28,6 +24,7 @@ class Picture:
     title: str
     caption: str
     figure: Callable[[Sequence[Run]], Figure | None]
+    banded: bool = True  # are there lines and bands to explain?
 
 
 PICTURES = (
@@ -44,7 +41,8 @@ PICTURES = (
         "Accuracy and entropy",
         "Accuracy on problems that were not trained on, beside the entropy of the sampled completions; entropy that "
         "falls to nothing while a mean line climbs to its greedy line shows a policy that has settled on one way of "
-        "answering. Every point is over the same problems.",
+        "answering. The last panels set one against the other: a path that goes left and down, to its large marker at "
+        "the end of training, lost accuracy as it lost entropy. Every point is over the same problems.",
         collapse_figure,
     ),
     Picture(
@@ -68,6 +66,15 @@ PICTURES = (
         "much of each stage the update clipped; near-zero KL or changed weights mean that unlearning did nothing.",
         unlearning_figure,
     ),
+    Picture(
+        "forgetting",
+        "What forgetting does",
+        "Stage-1 completions of a few problems, the likeliest first: how likely each was under θ, the policy that "
+        "sampled it, and how likely under θ′, the rollout model that had to forget it; ✓ marks right ones, ✗ wrong "
+        "ones. Long bars that shrink more than short ones are a mode that gives way to others.",
+        forgetting_figure,
+        banded=False,
+    ),
 )
 
 
@@ -81,5 +88,5 @@ def image_bytes(figure: Figure, form: str) -> bytes:
     buffer = io.BytesIO()
     metadata = {"Date": None} if form == "svg" else {"Software": None}
     with matplotlib.rc_context(STYLE):
-        figure.savefig(buffer, format=form, dpi=150, facecolor="white", metadata=metadata)
+        figure.savefig(buffer, format=form, dpi=300, facecolor="white", metadata=metadata)
     return buffer.getvalue()

@@ -8,10 +8,9 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from eepo.types import UserError
 
 Row = dict[str, Any]
 
-EARLY_COMPLETIONS, LATE_COMPLETIONS = 64, 200  # kept of a file that can be far larger than memory is worth
+MOST_COMPLETIONS = 1500  # kept of a file that can be far larger than memory is worth
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,8 @@ class Run:
     environment: dict[str, Any]
     metrics: list[Row]
     evaluations: list[Row]
-    completions: list[Row]  # the first few and the last few
+    completions: list[Row]  # of steps spread over the run
+    num_logged: int  # completions in the file they are from
 
     @property
     def last_step(self) -> int:
@@ -75,6 +75,8 @@ def read_run(folder: Path | str) -> Run:
         if not (folder / name).is_file():
             raise UserError(f"{folder}: not a run folder, it has no {name}")
     recipe = _read_recipe(folder / "recipe.toml")
+    logged = _Counted(_read_rows(folder / "completions.jsonl"))
+    completions = spread_steps(logged, MOST_COMPLETIONS)
     return Run(
         folder=folder,
         name=str(recipe.get("name", folder.name)),
@@ -83,7 +85,8 @@ def read_run(folder: Path | str) -> Run:
         environment=_read_environment(folder / "environment.json"),
         metrics=list(_read_rows(folder / "metrics.jsonl")),
         evaluations=list(_read_rows(folder / "evaluations.jsonl")),
-        completions=_first_and_last(_read_rows(folder / "completions.jsonl")),
+        completions=completions,
+        num_logged=logged.number,
     )
 
 
@@ -107,8 +110,46 @@ def evaluation_sets(runs: Sequence[Run]) -> list[str]:
     return list(dict.fromkeys(str(row["set"]) for run in runs for row in run.evaluations))
 
 
+def spread_steps(rows: Iterable[Row], most: int) -> list[Row]:
+    """Completions of whole steps, spread evenly and about `most` in all: when there are more, every other step goes.
+
+    Three steps always stay: the first, the last, and the last one in which something was forgotten.
+    """
+    kept: dict[int, list[Row]] = {}
+    last: dict[int, list[Row]] = {}
+    forgot: dict[int, list[Row]] = {}
+    stride = 1
+    for place, (_, group) in enumerate(groupby(rows, key=lambda row: row["step"])):
+        last = {place: list(islice(group, most))}
+        if any(was_forgotten(row) for row in last[place]):
+            forgot = last
+        if place % stride == 0:
+            kept |= last
+        while len(kept) > 1 and sum(map(len, kept.values())) > most:
+            stride *= 2
+            kept = {place: found for place, found in kept.items() if place % stride == 0}
+    return [row for _, found in sorted((kept | forgot | last).items()) for row in found]
+
+
+def was_forgotten(row: Row) -> bool:
+    """Does it say how likely the completion was before and after an unlearning step?"""
+    return _is_finite(row.get("logprob")) and _is_finite(row.get("logprob_after"))
+
+
 def _is_full(row: Row, name: str) -> bool:
     return row["kind"] == "full" and row["set"] == name
+
+
+class _Counted:
+    """Rows that can be counted once they were gone through: the file may be too large to hold."""
+
+    def __init__(self, rows: Iterator[Row]) -> None:
+        self.rows, self.number = rows, 0
+
+    def __iter__(self) -> Iterator[Row]:
+        for row in self.rows:
+            self.number += 1
+            yield row
 
 
 def _is_finite(value: Any) -> bool:
@@ -144,7 +185,3 @@ def _read_rows(path: Path) -> Iterator[Row]:
                 if not line.endswith("\n"):
                     return
                 raise UserError(f"{path}: line {number} is not JSON: {error}") from error
-
-
-def _first_and_last(rows: Iterator[Row]) -> list[Row]:
-    return [*islice(rows, EARLY_COMPLETIONS), *deque(rows, maxlen=LATE_COMPLETIONS)]

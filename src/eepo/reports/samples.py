@@ -42,11 +42,16 @@ def samples_section(runs: Sequence[Run]) -> str:
     return "\n".join(parts) or "<p>The runs kept no completions.</p>"
 
 
+def printable(text: str) -> str:
+    """Control and direction-changing characters become a visible mark: a terminal or a reader would be misled."""
+    return _UNPRINTABLE.sub("\ufffd", text)
+
+
 def written(text: str) -> str:
-    """Text from a model, cut and escaped. Control and direction-changing characters become a visible mark."""
+    """Text from a model, cut and escaped."""
     cut = text[:MOST_CHARACTERS]
     rest = f" … ({len(text) - MOST_CHARACTERS} more characters)" if len(text) > MOST_CHARACTERS else ""
-    return escape(_UNPRINTABLE.sub("\ufffd", cut)) + rest
+    return escape(printable(cut)) + rest
 
 
 def _fullest_group(rows: Sequence[Row], step: int) -> Group:

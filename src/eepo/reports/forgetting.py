@@ -1,0 +1,99 @@
+"""What forgetting does: completions of a few problems, how likely they were under θ, and how likely under θ′."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.font_manager import findfont, get_font
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from eepo.reports.palette import looks
+from eepo.reports.panels import name_text, new_panels, styled
+from eepo.reports.runs import Row, Run, by_method, was_forgotten
+
+MOST_PROBLEMS, MOST_SHOWN = 4, 5  # problems in the figure, completions of each
+LONGEST_TEXT, LONGEST_PROMPT = 26, 44  # characters
+WIDEST_LINEAR = 20  # the likeliest over the least likely; past it bars need a log axis
+FORGOTTEN_ALPHA = 0.35
+
+
+@styled
+def forgetting_figure(runs: Sequence[Run]) -> Figure | None:
+    """Bars for each completion: under θ, which sampled it, and under θ′, which had to forget it. From the latest such
+    step of the first run that has one: a mean over problems would hide the modes that this is about."""
+    run = next((run for run in runs if any(map(was_forgotten, run.completions))), None)
+    if run is None:
+        return None
+    step, problems = forgotten_problems(run)
+    tallest = max(len(rows) for rows in problems)
+    figure, panels = new_panels(len(problems), columns=2, height=0.75 + 0.24 * tallest)
+    colour = looks(by_method(runs))[run.name][0]
+    on_log = is_wide([row for rows in problems for row in rows])
+    for axes, rows in zip(panels, problems, strict=True):
+        _draw_problem(axes, rows, colour, on_log)
+    figure.suptitle(f"{name_text(drawable(run.name))}, seed {run.seed}, step {step}", fontsize="large")
+    bars = [Patch(color=colour, label="p under θ"), Patch(color=colour, alpha=FORGOTTEN_ALPHA, label="p under θ′")]
+    figure.legend(handles=bars, loc="outside lower center", ncol=2)
+    return figure
+
+
+def forgotten_problems(run: Run) -> tuple[int, list[list[Row]]]:
+    """(step, for each problem its likeliest different completions under θ, the likeliest first)."""
+    step = max(row["step"] for row in run.completions if was_forgotten(row))
+    problems: dict[str, dict[str, Row]] = {}
+    for row in run.completions:
+        if row["step"] == step and was_forgotten(row):
+            problems.setdefault(str(row["prompt_id"]), {}).setdefault(str(row["text"]), row)
+    ranked = [sorted(texts.values(), key=lambda row: -row["logprob"])[:MOST_SHOWN] for texts in problems.values()]
+    return step, ranked[:MOST_PROBLEMS]
+
+
+def is_wide(rows: Sequence[Row]) -> bool:
+    logprobs = [row[key] for row in rows for key in ("logprob", "logprob_after")]
+    return max(logprobs) - min(logprobs) > math.log(WIDEST_LINEAR)
+
+
+def shortened(text: str, longest: int) -> str:
+    """On one line; of a long text its beginning and its end, where the answer stands."""
+    text = drawable(" ".join(text.split())) or "(empty)"
+    if len(text) <= longest:
+        return text
+    tail = longest // 2
+    return f"{text[: longest - tail - 1]}…{text[-tail:]}"
+
+
+def drawable(text: str) -> str:
+    """Characters that the font lacks, control characters among them, become a mark."""
+    return "".join(sign if _has_glyph(sign) else "\ufffd" for sign in text)
+
+
+@cache
+def _has_glyph(sign: str) -> bool:
+    return sign.isprintable() and get_font(findfont("DejaVu Sans")).get_char_index(ord(sign)) != 0
+
+
+def _draw_problem(axes: Axes, rows: Sequence[Row], colour: str, on_log: bool) -> None:
+    """On a log axis the lengths are counted here, in powers of ten: a long completion's probability is no float."""
+    scores = [[row[key] / math.log(10) for row in rows] for key in ("logprob", "logprob_after")]
+    start = math.floor(min(map(min, scores)) - 0.5) if on_log else 0
+    for place, (values, alpha) in enumerate(zip(scores, (1.0, FORGOTTEN_ALPHA), strict=True)):
+        widths = [value - start if on_log else 10**value for value in values]
+        places = [number + 0.19 * (2 * place - 1) for number in range(len(rows))]
+        axes.barh(places, widths, 0.36, start, color=colour, alpha=alpha)
+    axes.set_yticks(range(len(rows)), [_label(row) for row in rows])
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.set_title(name_text(shortened(str(rows[0]["prompt"]), LONGEST_PROMPT)))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=4, integer=on_log))
+    if on_log:
+        axes.set_xlim(start, 0)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda power, _: f"$10^{{{power:.0f}}}$"))
+
+
+def _label(row: Row) -> str:
+    return f"{name_text(shortened(str(row['text']), LONGEST_TEXT))}  {'✓' if row['reward'] >= 1 else '✗'}"

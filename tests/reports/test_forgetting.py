@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import json
+import math
+import warnings
+
+import pytest
+
+from eepo.reports.forgetting import drawable, forgetting_figure, forgotten_problems, shortened
+from eepo.reports.pictures import image_bytes
+from eepo.reports.runs import read_run
+
+
+def completion(step=1, prompt="1 2 = 3 :", text="1+2", logprob=-1.0, after=-2.0, reward=1.0):
+    row = {"step": step, "prompt_id": prompt, "prompt": prompt, "stage": 1, "reward": reward, "reason": "",
+           "advantage": 0.0, "text": text, "finished": True, "logprob": logprob}  # fmt: skip
+    return row if after is None else row | {"logprob_after": after}
+
+
+@pytest.fixture
+def read_rows(write_run):
+    """A run of eepo with these completions."""
+
+    def read(*rows):
+        folder = write_run("eepo")
+        (folder / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return read_run(folder)
+
+    return read
+
+
+def bars(axes):
+    """(probability under θ, under θ′) of each completion, from the top."""
+    under, after = ([bar.get_width() for bar in container] for container in axes.containers)
+    return list(zip(under, after, strict=True))
+
+
+def test_bars_are_the_probabilities_of_the_latest_step_that_forgot(read_rows):
+    run = read_rows(
+        completion(step=1, text="old"),
+        completion(step=2, text="less", logprob=math.log(0.2), after=math.log(0.1), reward=0.5),
+        completion(step=2, text="most", logprob=math.log(0.4), after=math.log(0.05)),
+        completion(step=2, text="not asked", after=None),
+        completion(step=3, text="gate shut", after=None),
+    )
+    figure = forgetting_figure([run])
+    (axes,) = figure.axes
+    assert bars(axes) == [pytest.approx((0.4, 0.05)), pytest.approx((0.2, 0.1))]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["most  ✓", "less  ✗"]
+    assert axes.yaxis_inverted()
+    assert figure.get_suptitle() == "eepo, seed 0, step 2"
+
+
+def test_a_completion_drawn_twice_stands_there_once(read_rows):
+    _, problems = forgotten_problems(read_rows(completion(), completion(), completion(text="2+1")))
+    assert [row["text"] for row in problems[0]] == ["1+2", "2+1"]
+
+
+def test_at_most_four_problems_and_five_completions(read_rows):
+    rows = [completion(prompt=f"p{p}", text=f"t{t}", logprob=-1.0 - t) for p in range(6) for t in range(7)]
+    _, problems = forgotten_problems(read_rows(*rows))
+    assert [[row["text"] for row in rows] for rows in problems] == [["t0", "t1", "t2", "t3", "t4"]] * 4
+
+
+def test_long_completions_whose_probability_is_no_float_have_bars(read_rows):
+    """10^-1000 is 0 in floating point; on the log axis it is a place."""
+    run = read_rows(completion(logprob=-900 * math.log(10), after=-1000 * math.log(10)))
+    (axes,) = forgetting_figure([run]).axes
+    (container, after) = axes.containers
+    assert container[0].get_x() + container[0].get_width() == pytest.approx(-900)
+    assert after[0].get_x() + after[0].get_width() == pytest.approx(-1000)
+    assert after[0].get_width() > 0
+
+
+def test_nothing_was_forgotten(write_run, read_rows):
+    assert forgetting_figure([read_run(write_run("grpo"))]) is None
+    assert forgetting_figure([read_rows(completion(after=None), completion(after=math.nan))]) is None
+
+
+def test_what_a_model_wrote_is_neither_a_formula_nor_a_missing_glyph(read_rows):
+    hostile = "$\\frac{$ \\$ _^{ \x1b[31m \ud800 \u202e 漢字 " + "x" * 5000
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        figure = forgetting_figure([read_rows(completion(prompt=hostile, text=hostile), completion(text="$x$"))])
+        assert image_bytes(figure, "png")
+        assert image_bytes(figure, "svg")
+    assert "\\$x\\$  ✓" in [label.get_text() for axes in figure.axes for label in axes.get_yticklabels()]
+
+
+def test_shortened_texts_keep_their_end():
+    assert shortened("So\n the  answer is 42", 100) == "So the answer is 42"
+    assert shortened("abcdefghij", 5) == "ab…ij"
+    assert shortened(" \n", 9) == "(empty)"
+    assert drawable("a\x00漢b") == "a\ufffd\ufffdb"
