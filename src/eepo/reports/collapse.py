@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from eepo.reports.curves import MOST_BANDED, draw, draw_methods, evaluation_curve, metric_curve, smooth
 from eepo.reports.palette import STAGE_STYLES, looks
@@ -26,7 +27,7 @@ from eepo.reports.panels import (
 from eepo.reports.runs import Run, by_method, evaluation_sets
 from eepo.reports.tables import plain
 
-ENTROPY = "entropy (nats per token)"
+ENTROPY = "policy entropy (nats per token)"  # of stage 1, which the policy sampled: later stages are another model's
 
 
 @styled
@@ -40,13 +41,14 @@ def collapse_figure(runs: Sequence[Run]) -> Figure | None:
     for axes, name in zip(panels, sets, strict=False):
         _draw_accuracy(axes, methods, name)
         label_steps(axes, f"accuracy, {name_text(plain(name))}")
-    draw_methods(panels[len(sets)], methods, "entropy")
+    draw_methods(panels[len(sets)], methods, "stage1/entropy")
     label_steps(panels[len(sets)], ENTROPY)
     from_zero(panels[len(sets)])
     for axes, name in zip(panels[len(sets) + 1 :], sets, strict=True):
         _draw_paths(axes, methods, name)
         axes.set_title(f"mean accuracy, {name_text(plain(name))}")
         axes.set_xlabel(ENTROPY)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
     add_legend(figure, method_lines(methods, markers=True) + style_lines(["greedy", "mean"]))
     return figure
 
@@ -75,7 +77,7 @@ def _draw_paths(axes: Axes, methods: Mapping[str, Sequence[Run]], name: str) -> 
 def accuracy_by_entropy(seeds: Sequence[Run], name: str) -> list[tuple[float, float]]:
     """(entropy, mean accuracy) at each evaluation. What step s made, step s + 1 sampled from; the last one nobody did,
     so there the last step's entropy stands in."""
-    accuracy, entropy = evaluation_curve(seeds, name, "mean"), metric_curve(seeds, "entropy")
+    accuracy, entropy = evaluation_curve(seeds, name, "mean"), metric_curve(seeds, "stage1/entropy")
     if accuracy is None or entropy is None:
         return []
     by_step = dict(zip(entropy.steps.tolist(), smooth(entropy.mean).tolist(), strict=True))

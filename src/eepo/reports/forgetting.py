@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 
 from matplotlib.axes import Axes
@@ -22,6 +23,25 @@ WIDEST_LINEAR = 20  # the likeliest over the least likely; past it bars need a l
 FORGOTTEN_ALPHA = 0.35
 
 
+@dataclass(frozen=True)
+class Scale:
+    """One for all problems. On a log axis places are powers of ten: a long completion's probability is no float."""
+
+    start: float
+    end: float
+    is_log: bool
+
+    @classmethod
+    def over(cls, rows: Sequence[Row]) -> Scale:
+        powers = [row[key] / math.log(10) for row in rows for key in ("logprob", "logprob_after")]
+        if max(powers) - min(powers) > math.log10(WIDEST_LINEAR) or max(powers) < -6:
+            return cls(math.floor(min(powers) - 0.5), math.ceil(max(powers)), is_log=True)
+        return cls(0.0, 1.05 * 10 ** max(powers), is_log=False)
+
+    def length(self, logprob: float) -> float:
+        return logprob / math.log(10) - self.start if self.is_log else math.exp(logprob)
+
+
 @styled
 def forgetting_figure(runs: Sequence[Run]) -> Figure | None:
     """Bars for each completion: under θ, which sampled it, and under θ′, which had to forget it. From the latest such
@@ -33,11 +53,12 @@ def forgetting_figure(runs: Sequence[Run]) -> Figure | None:
     tallest = max(len(rows) for rows in problems)
     figure, panels = new_panels(len(problems), columns=2, height=0.75 + 0.24 * tallest)
     colour = looks(by_method(runs))[run.name][0]
-    on_log = is_wide([row for rows in problems for row in rows])
+    scale = Scale.over([row for rows in problems for row in rows])
     for axes, rows in zip(panels, problems, strict=True):
-        _draw_problem(axes, rows, colour, on_log)
+        _draw_problem(axes, rows, colour, scale)
     figure.suptitle(f"{name_text(drawable(run.name))}, seed {run.seed}, step {step}", fontsize="large")
-    bars = [Patch(color=colour, label="p under θ"), Patch(color=colour, alpha=FORGOTTEN_ALPHA, label="p under θ′")]
+    names = {"probability under θ": 1.0, "probability under θ′": FORGOTTEN_ALPHA}
+    bars = [Patch(facecolor=colour, alpha=alpha, label=name) for name, alpha in names.items()]
     figure.legend(handles=bars, loc="outside lower center", ncol=2)
     return figure
 
@@ -51,11 +72,6 @@ def forgotten_problems(run: Run) -> tuple[int, list[list[Row]]]:
             problems.setdefault(str(row["prompt_id"]), {}).setdefault(str(row["text"]), row)
     ranked = [sorted(texts.values(), key=lambda row: -row["logprob"])[:MOST_SHOWN] for texts in problems.values()]
     return step, ranked[:MOST_PROBLEMS]
-
-
-def is_wide(rows: Sequence[Row]) -> bool:
-    logprobs = [row[key] for row in rows for key in ("logprob", "logprob_after")]
-    return max(logprobs) - min(logprobs) > math.log(WIDEST_LINEAR)
 
 
 def shortened(text: str, longest: int) -> str:
@@ -77,21 +93,17 @@ def _has_glyph(sign: str) -> bool:
     return sign.isprintable() and get_font(findfont("DejaVu Sans")).get_char_index(ord(sign)) != 0
 
 
-def _draw_problem(axes: Axes, rows: Sequence[Row], colour: str, on_log: bool) -> None:
-    """On a log axis the lengths are counted here, in powers of ten: a long completion's probability is no float."""
-    scores = [[row[key] / math.log(10) for row in rows] for key in ("logprob", "logprob_after")]
-    start = math.floor(min(map(min, scores)) - 0.5) if on_log else 0
-    for place, (values, alpha) in enumerate(zip(scores, (1.0, FORGOTTEN_ALPHA), strict=True)):
-        widths = [value - start if on_log else 10**value for value in values]
-        places = [number + 0.19 * (2 * place - 1) for number in range(len(rows))]
-        axes.barh(places, widths, 0.36, start, color=colour, alpha=alpha)
+def _draw_problem(axes: Axes, rows: Sequence[Row], colour: str, scale: Scale) -> None:
+    for key, alpha, shift in (("logprob", 1.0, -0.19), ("logprob_after", FORGOTTEN_ALPHA, 0.19)):
+        places = [number + shift for number in range(len(rows))]
+        axes.barh(places, [scale.length(row[key]) for row in rows], 0.36, scale.start, facecolor=colour, alpha=alpha)
     axes.set_yticks(range(len(rows)), [_label(row) for row in rows])
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.set_title(name_text(shortened(str(rows[0]["prompt"]), LONGEST_PROMPT)))
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=4, integer=on_log))
-    if on_log:
-        axes.set_xlim(start, 0)
+    axes.set_xlim(scale.start, scale.end)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=scale.is_log))
+    if scale.is_log:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda power, _: f"$10^{{{power:.0f}}}$"))
 
 

@@ -39,7 +39,7 @@ PICTURES = (
     Picture(
         "collapse",
         "Accuracy and entropy",
-        "Accuracy on problems that were not trained on, beside the entropy of the sampled completions; entropy that "
+        "Accuracy on problems that were not trained on, beside the entropy of what the policy samples; entropy that "
         "falls to nothing while a mean line climbs to its greedy line shows a policy that has settled on one way of "
         "answering. The last panels set one against the other: a path that goes left and down, to its large marker at "
         "the end of training, lost accuracy as it lost entropy. Every point is over the same problems.",
