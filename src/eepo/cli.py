@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from eepo.progress import Progress
 from eepo.types import UserError
+
+if TYPE_CHECKING:
+    from eepo.reports import Run
 
 app = typer.Typer(
     name="eepo",
@@ -28,6 +31,11 @@ Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="Change one knob of the recipe; repeatable.")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out, from its newest checkpoint.")]
+Measure = Annotated[str, typer.Option("--measure", help="greedy, mean, distinct or pass@K.")]
+On = Annotated[str, typer.Option("--on", metavar="SET", help="The evaluation set it is on; default: average of all.")]
+Line = Annotated[
+    list[Path] | None, typer.Option("--line", metavar="RUN", help="A run, or a folder of its seeds, as a dashed line.")
+]
 Seeds = Annotated[int, typer.Option("--seeds", min=1, help="How many seeds for each recipe, from the recipe's own on.")]
 
 
@@ -99,6 +107,54 @@ def compare(
 
 
 @app.command()
+def sweep(
+    recipe: Recipe,
+    grid: Annotated[list[str], typer.Option("--grid", metavar="A.B=X,Y", help="A knob and its values; repeatable.")],
+    out: Annotated[Path, typer.Option("--out", help="The sweep's folder.")],
+    seeds: Seeds = 3,
+    overrides: Overrides = None,
+    jobs: Annotated[int, typer.Option("--jobs", min=0, help="Runs at a time; 0: one a GPU, or two cores each.")] = 0,
+    measure: Measure = "mean",
+    on: On = "",
+    line: Line = None,
+) -> None:
+    """Train a recipe over a grid of knobs and seeds, several at a time. Stopped, it goes on with the same command."""
+    from eepo.reports.sweep import check_measure, read_method
+    from eepo.sweep import plan, run_sweep
+
+    planned = plan(recipe, overrides or (), grid, seeds, out)
+    check_measure(measure, planned.base.evaluation.num_samples)
+    lines = [run for folder in line or () for run in read_method(folder)]
+    progress = Progress()
+    failed = run_sweep(planned, jobs, progress)
+    _swept(out, lines, measure, on, progress)
+    for title, why in failed.items():
+        progress.say(f"failed: {title}: {why}")
+    if failed:
+        progress.say(f"{len(failed)} of {len(planned.runs)} runs failed; the same command tries them again")
+        raise typer.Exit(1)
+
+
+@app.command()
+def hyper(
+    sweeps: Annotated[list[Path], typer.Argument(help="Folders of sweeps, one panel each.")],
+    out: Annotated[Path, typer.Option("--out", help="The picture; written as PNG and as SVG.")] = Path("hyper.png"),
+    measure: Measure = "mean",
+    on: On = "",
+    line: Line = None,
+) -> None:
+    """Draw a measure against the knob of each sweep, and other methods as dashed lines across."""
+    from eepo.reports.hyper import write_hyper
+    from eepo.reports.sweep import make_scale, read_method, read_sweep
+
+    results = [read_sweep(folder) for folder in sweeps]
+    lines = [run for folder in line or () for run in read_method(folder)]
+    scale = make_scale([*(run for result in results for run in result.runs), *lines], measure, on)
+    files = write_hyper(results, lines, scale, out)
+    Progress().say(f"figure: {', '.join(map(str, files))}")
+
+
+@app.command()
 def grade(
     file: Annotated[Path, typer.Argument(help='Lines {"gold": ..., "completion": ...}.')],
     out: Annotated[Path | None, typer.Option("--out", help="Where to write; the standard output by default.")] = None,
@@ -109,13 +165,13 @@ def grade(
     from rich.console import Console
 
     from eepo.config import DatasetConfig, RewardConfig
-    from eepo.evaluation.grading import count_lines, grade_file
+    from eepo.evaluation.grading import count_lines, grade_file, writing
     from eepo.rewards import build_reward
 
     progress, total = Progress(Console(stderr=True)), count_lines(file)
     grader = build_reward(RewardConfig(name=reward, num_workers=workers), DatasetConfig())
     with contextlib.ExitStack() as stack:
-        stream = stack.enter_context(out.open("w", encoding="utf-8")) if out else sys.stdout
+        stream = stack.enter_context(writing(out))
         bar = stack.enter_context(progress.bar(f"grade {file.name}", total))
         num_correct, num_lines = grade_file(file, stream, grader, bar.advance)
     progress.say(f"{num_correct} of {num_lines} correct")
@@ -128,6 +184,20 @@ def report(
 ) -> None:
     """Write one self-contained page of tables and figures from the folders of runs."""
     _report(runs, out, Progress())
+
+
+@app.command()
+def watch(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or of a comparison; they may be empty yet.")],
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="On this machine alone; 0: any.")] = 8642,
+    interval: Annotated[float, typer.Option("--interval", min=0.5, max=3600, help="Seconds between two looks.")] = 5,
+) -> None:
+    """Serve the report of runs to a browser on this machine, and keep it up to date as steps arrive."""
+    from eepo.watch import Watched, WatchServer
+
+    with WatchServer(Watched(runs), port, interval) as server, contextlib.suppress(KeyboardInterrupt):
+        Progress().say(f"watching {', '.join(map(str, runs))} at {server.url} (Ctrl-C ends this, not the run)")
+        server.serve_forever()
 
 
 @app.command("eval")
@@ -211,6 +281,22 @@ def _compare(
 
     folders = compare([load_run(name, overrides or ()) for name in names], seeds, out, progress, equal_time)
     _report(folders, out / "report.html", progress)
+
+
+def _swept(out: Path, lines: list[Run], measure: str, on: str, progress: Progress) -> None:
+    from eepo.reports import comparison_rows, terminal_table
+    from eepo.reports.hyper import write_hyper
+    from eepo.reports.sweep import make_scale, read_sweep, sweep_sentences, write_tables
+
+    result = read_sweep(out)
+    if not result.runs:
+        return
+    scale = make_scale([*result.runs, *lines], measure, on)
+    files = write_tables(result, scale, lines) + write_hyper([result], lines, scale, out / "sweep.png")
+    progress.console.print(terminal_table(comparison_rows(result.runs)))
+    for sentence in sweep_sentences(result, scale, lines):
+        progress.say(sentence)
+    progress.say(f"sweep: {', '.join(map(str, files))}")
 
 
 def _report(folders: list[Path], out: Path, progress: Progress) -> None:

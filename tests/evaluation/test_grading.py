@@ -67,8 +67,13 @@ def test_a_function_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ('{"gold": "1"}', 'in.jsonl:2: has no "completion"; its keys are gold'),
         ('{"completion": "1"}', 'in.jsonl:2: has no "gold"'),
         ('{"gold": "1", "completion": 5}', 'in.jsonl:2: "completion" must be a string, got 5'),
-        ('{"gold": null, "completion": "5"}', 'in.jsonl:2: "gold" must be a string or a number, got null'),
-        ('{"gold": "", "completion": "5"}', 'in.jsonl:2: "gold" must be'),
+        (
+            '{"gold": null, "completion": "5"}',
+            'in.jsonl:2: "gold" must be a string that is not empty, or a number, got null',
+        ),
+        ('{"gold": " ", "completion": "5"}', 'in.jsonl:2: "gold" must be'),
+        ('{"gold": NaN, "completion": "5"}', 'in.jsonl:2: "gold" must be'),
+        ('{"gold": ' + "9" * 5000 + "}", "in.jsonl:2: not valid JSON"),
         ("[" * 100_000, "in.jsonl:2: not valid JSON"),
     ],
     ids=lambda text: text[:20],
@@ -83,3 +88,27 @@ def test_a_bad_line_is_named(line: str, words: str, tmp_path: Path) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         CliRunner().invoke(app, ["grade", str(tmp_path / "no.jsonl")], catch_exceptions=False)
+
+
+def test_the_input_may_be_the_output_and_a_failure_loses_nothing(tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", {"gold": "1", "completion": "1"})
+    grade(path, "--out", str(path), "--reward", "exact")
+    assert json.loads(path.read_text())["correct"] is True
+    before = write(path, {"gold": "1", "completion": "1"}, "{\n").read_text()
+    with pytest.raises(UserError):
+        CliRunner().invoke(app, ["grade", str(path), "--out", str(path), "--reward", "exact"], catch_exceptions=False)
+    assert path.read_text() == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+@pytest.mark.parametrize("out", ["nowhere/out.jsonl", "."])
+def test_an_output_that_cannot_be_written(out: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", {"gold": "1", "completion": "1"})
+    with pytest.raises(UserError, match="cannot be written"):
+        CliRunner().invoke(app, ["grade", str(path), "--out", str(tmp_path / out)], catch_exceptions=False)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"gold": "1", "completion": "1"}\n', encoding="utf-8-sig")
+    assert grade(path, "--reward", "exact")[0]["correct"] is True

@@ -100,10 +100,12 @@ def test_a_killed_process_is_replaced(pool: Pool) -> None:
 
 
 def test_a_killed_idle_child_costs_nobody_a_verdict(pool: Pool) -> None:
+    """Also when it dies with the next request half read: often, as only some moments are bad ones."""
     reward = pool(num_workers=1)
-    child = int(grade(reward, "pid")[0].reward)
-    os.kill(child, signal.SIGKILL)
-    assert [verdict.reward for verdict in grade(reward, "right", "wrong", " right")] == [1.0, 0.0, 0.0]
+    for _ in range(20):
+        child = int(grade(reward, "pid")[0].reward)
+        os.kill(child, signal.SIGKILL)
+        assert [verdict.reward for verdict in grade(reward, "right", "wrong" * 30_000, " right")] == [1.0, 0.0, 0.0]
 
 
 def test_a_function_that_waits_is_ended_by_the_clock(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -50,6 +51,14 @@ def reward() -> Iterator[PooledReward]:
 )
 def test_a_verdict_says_what_was_found_and_why(gold: str, text: str, verdict: Verdict) -> None:
     assert judge(gold, text) == verdict
+
+
+def test_pairs_written_by_someone_who_had_not_read_the_grader() -> None:
+    """Each line of `pairs.jsonl`: what a mathematician accepts and rejects, exploits among them."""
+    rows = [json.loads(line) for line in Path(__file__).with_name("pairs.jsonl").read_text().splitlines()]
+    assert len(rows) > 800
+    wrong = [row for row in rows if judge(row["gold"], row["completion"]).correct != row["correct"]]
+    assert wrong == []
 
 
 def test_correct_answers_share_one_key_however_they_are_written() -> None:

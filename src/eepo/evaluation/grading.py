@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import os
+import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -25,6 +29,23 @@ def count_lines(path: Path) -> int:
         ) from error
 
 
+@contextlib.contextmanager
+def writing(path: Path | None) -> Iterator[TextIO]:
+    """The standard output, or a file that is there only when it is whole: the input may be the same file."""
+    if path is None:
+        yield sys.stdout
+        return
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            yield file
+        os.replace(aside, path)
+    except OSError as error:
+        raise UserError(f"--out {path}: cannot be written ({error.strerror})") from error
+    finally:
+        aside.unlink(missing_ok=True)
+
+
 def grade_file(path: Path, out: TextIO, reward: Reward, progress: Callable[[int], None]) -> tuple[int, int]:
     """Write each line with "correct" and "reason"; returns how many were correct, and how many there are."""
     num_correct = num_lines = 0
@@ -43,7 +64,7 @@ def grade_file(path: Path, out: TextIO, reward: Reward, progress: Callable[[int]
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8", errors="surrogateescape") as file:
+    with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 yield _row(line, f"{path}:{number}")
@@ -52,7 +73,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 def _row(line: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also a number of too many digits
         raise UserError(f"{where}: not valid JSON: {error}") from error
     if not isinstance(row, dict):
         raise UserError(f'{where}: must be an object {{"gold": ..., "completion": ...}}, got {type(row).__name__}')
@@ -61,6 +82,8 @@ def _row(line: str, where: str) -> dict[str, Any]:
             raise UserError(f'{where}: has no "{key}"; its keys are {", ".join(row) or "none"}')
     if not isinstance(row["completion"], str):
         raise UserError(f'{where}: "completion" must be a string, got {json.dumps(row["completion"])[:60]}')
-    if not isinstance(row["gold"], str | int | float) or isinstance(row["gold"], bool) or row["gold"] == "":
-        raise UserError(f'{where}: "gold" must be a string or a number, got {json.dumps(row["gold"])[:60]}')
+    gold = row["gold"]
+    number = isinstance(gold, int | float) and not isinstance(gold, bool) and math.isfinite(gold)
+    if not number and not (isinstance(gold, str) and gold.strip()):
+        raise UserError(f'{where}: "gold" must be a string that is not empty, or a number, got {json.dumps(gold)[:60]}')
     return row

@@ -1,4 +1,4 @@
-r"""Whether two answers are the same. Structure and numbers are settled here, exactly; formulas go to math-verify.
+r"""Whether two answers are the same. Structure and numbers are settled here, exactly; formulas in `formulas.py`.
 
 Why not math-verify alone: it reads `52_8` and `52_9` as one number, `4.5e33` as 4.5·e·33, rounds decimals at an
 absolute place, and eats variables as units. So numbers never reach it, and it parses without its unit rules.
@@ -6,52 +6,35 @@ absolute place, and eats variables as units. So numbers never reach it, and it p
 
 from __future__ import annotations
 
-import logging
-import random
 import re
-from collections.abc import Callable, Iterator
-from functools import lru_cache
+from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
-from latex2sympy2_extended import NormalizationConfig
-from math_verify import LatexExtractionConfig, parse, verify
-from sympy import Eq, Expr, Float, Mod, Rational, ceiling, default_sort_key, floor
-from sympy.core.relational import Relational
-
-from eepo.rewards.latex import ROW, brackets, nesting, plain, split, squeeze
+from eepo.rewards.formulas import Unparsable, has_variables, same_formula, value_of
+from eepo.rewards.latex import ROW, brackets, plain, split, squeeze
 from eepo.rewards.numbers import Number, in_base, read_base, read_number
 from eepo.rewards.units import conflict, split_unit
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # its time-outs are off: the worker's kernel timer is ours
+__all__ = ["Unparsable", "canonical", "same_answer"]
 
 MAX_PARTS = 64  # elements of a list, a tuple or a set
 MAX_DEPTH = 8  # lists in lists
-MAX_NESTING = 20  # brackets in brackets, of a formula
-NUM_POINTS = 6  # at which two formulas are compared
-DIGITS = 30  # of those values
-STEPS = (floor, ceiling, Mod)
 
 _COMMA = re.compile(r"[,;]|\\text\{\s*,?\s*(?:and|or)\s*\}|,?\s+(?:and|or)\s+")
-_LIST_COMMA = re.compile(r"(?!(?<=\d),\d{3}(?!\d))(?:[,;]|\\text\{\s*,?\s*(?:and|or)\s*\}|,?\s+(?:and|or)\s+)")
+_LIST_COMMA = re.compile(rf"(?!(?<=\d),\d{{3}}(?!\d))(?:{_COMMA.pattern})")
 _UNION = re.compile(r"∪")
 _EQUALS = re.compile(r"(?<![<>!\\])=(?!=)")
 _ABOUT = re.compile(r"\\approx")
 _MEMBER = re.compile(r"\\in(?![A-Za-z])")
-_RELATION = re.compile(r"[<>=]|\\(?:le|ge|lt|gt|ne)(?![A-Za-z])")
-_NAME = re.compile(r"[A-Za-z](?:\([A-Za-z, ]{1,10}\))?(?:_\{?\w{1,8}\}?)?|\\[A-Za-z]+(?: ?[A-Z]){0,3}|[A-Z]{2,4}")
-_MATRIX = re.compile(r"\\begin\{(p|b|B|v|small)?matrix\}(.*)\\end\{\1?matrix\}", re.DOTALL)
-_PYTHON = re.compile(r"\b(?:np|math|sp|sympy)\.|\\?\b(arcsin|arccos|arctan|sqrt|sin|cos|tan|log|ln|exp|pi)\b")
-_PARSING = [
-    LatexExtractionConfig(
-        normalization_config=NormalizationConfig(
-            basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
-        )
-    )
-]
-
-
-class Unparsable(Exception):
-    """The answer is no mathematics that we can read."""
+_RELATION = re.compile(r"[<>]|\\(?:le|ge|lt|gt)(?![A-Za-z])")
+_DOWNWARD = {">": "<", r"\ge": r"\le", r"\gt": r"\lt"}
+_NAME = re.compile(
+    r"[A-Za-z](?:_\w|_\{[^{}]{1,15}\})?(?:\([A-Za-z, ]{1,10}\))?|\\[A-Za-z]+(?:_\w)?(?: ?[A-Z]){0,3}|[A-Z]{2,4}"
+    r"|[a-z]\^\{-1\}\([a-z]\)|\([A-Za-z](?:_\w)?(?:, ?[A-Za-z](?:_\w)?){1,4}\)"
+)
+_MATRIX = re.compile(r"\\begin\{(?:[pbB]|small)?(?:matrix|array)\}(?:\{[lcr|]+\})?(.*)\\end\{\w+\}", re.DOTALL)
+_LABEL = re.compile(r"\\text\{\s*\(?([A-E])\)?[.:]?\s*\}\s*(?=[^\s_^])")
 
 
 def same_answer(gold: str, answer: str) -> str | None:
@@ -72,11 +55,11 @@ def _same(gold: str, answer: str, depth: int) -> str | None:
         return "same text"
     if depth > MAX_DEPTH or not answer:
         return None
-    for rule in (_bases, _quantities, _assignments, _lists, _unions, _matrices, _bracketed, _words):
+    for rule in (_labels, _bases, _quantities, _assignments, _unions, _lists, _matrices, _bracketed, _words):
         decided = rule(gold, answer, depth)
         if decided is not None:
             return decided or None
-    return _formulas(gold, answer)
+    return "same expression" if same_formula(_upward(gold), _upward(answer)) else None
 
 
 def _bases(gold: str, answer: str, depth: int) -> str | None:
@@ -93,11 +76,13 @@ def _bases(gold: str, answer: str, depth: int) -> str | None:
 
 def _quantities(gold: str, answer: str, depth: int) -> str | None:
     """Numbers, with or without units."""
+    if any(sign.search(text) for sign in (_EQUALS, _ABOUT) for text in (gold, answer)):
+        return None
     (one, unit), (other, other_unit) = split_unit(gold), split_unit(answer)
     if unit is None and other_unit is None:
         left, right = read_number(one), read_number(other)
         return None if left is None or right is None else _numbers(left, right)
-    if conflict(unit, other_unit) and "%" not in (unit, other_unit):
+    if conflict(unit, other_unit):
         return ""
     left, right = read_number(one), read_number(other)
     if left is None or right is None:
@@ -117,26 +102,48 @@ def _assignments(gold: str, answer: str, depth: int) -> str | None:
     """`x = 3` is 3, `x \\in S` is S, `2/3 \\approx 0.67` is 2/3, where the other side does not say otherwise."""
     for sign in (_ABOUT, _MEMBER, _EQUALS):
         one, other = ([part for part in split(text, sign) if part] for text in (gold, answer))
-        lists = len(split(gold, _COMMA)) > 1 or len(split(answer, _COMMA)) > 1
+        lists = sign is not _MEMBER and (len(split(gold, _COMMA)) > 1 or len(split(answer, _COMMA)) > 1)
         if [one, other] == [[gold], [answer]] or not one or not other or lists:
             continue
         if len(one) == len(other) > 1:
             same_left = all(squeeze(left) == squeeze(right) for left, right in zip(one[:-1], other[:-1], strict=True))
             return _same(one[-1], other[-1], depth + 1) or "" if same_left else None
-        if sign is _EQUALS and not all(_NAME.fullmatch(name) or _is_number(name) for name in (one[:-1] + other[:-1])):
-            return None
-        return _same(_value(one, sign), _value(other, sign), depth + 1) or ""
+        golds, answers = _meant(one, sign, depth, named=True), _meant(other, sign, depth)
+        matches = [_same(left, right, depth + 1) for left in golds for right in answers]
+        return next((match for match in matches if match), "")
     return None
 
 
-def _value(parts: list[str], sign: re.Pattern[str]) -> str:
-    """What is meant by a chain: of ≈ the exact first part, unless that is a name; else the last."""
-    exact = sign is _ABOUT and not _NAME.fullmatch(parts[0])
-    return parts[0] if exact else parts[-1]
+def _meant(parts: list[str], sign: re.Pattern[str], depth: int, named: bool = False) -> list[str]:
+    """What a chain stands for; nothing, if it contradicts itself: 2+2=5 is no way to say 5, nor is 5≈6.
+
+    Of an answer `x+y=5` we take 5, as it repeats what was asked for; a gold like that (`named`) is an equation.
+    """
+    *before, last = parts
+    others = [part for part in before if not _NAME.fullmatch(part)]
+    if sign is _MEMBER:
+        return [] if others else [last]
+    if sign is _ABOUT:
+        return [*others, last] if all(_rounds_to(part, last) for part in others) else []
+    true = all((not named and has_variables(part)) or _same(part, last, depth + 1) for part in others)
+    return [last] if true else []
 
 
-def _is_number(text: str) -> bool:
-    return read_number(split_unit(text)[0]) is not None
+def _rounds_to(exact: str, rounded: str) -> bool:
+    """0.67 is 2/3 to the places that are written."""
+    number, value = read_number(split_unit(rounded)[0]), _value(exact)
+    if number is None or value is None:
+        return False
+    half = Fraction(1, 2) / Fraction(10) ** (number.places or 0)
+    return abs(value - number.value) <= half * (1 + Fraction(1, 10**9))
+
+
+def _value(text: str) -> Fraction | None:
+    number = read_number(split_unit(text)[0])
+    if number is not None:
+        return number.value
+    value: Any = value_of(text)
+    return Fraction(str(value)) if value is not None and value.is_real else None
 
 
 def _lists(gold: str, answer: str, depth: int) -> str | None:
@@ -202,33 +209,43 @@ def _match_any_order(one: list[str], other: list[str], depth: int) -> bool:
 
 
 def _unions(gold: str, answer: str, depth: int) -> str | None:
+    """Intervals in any order; an interval may be written as an inequality: x < -1 or x > 2."""
     one, other = split(gold, _UNION), split(answer, _UNION)
     if len(one) == 1 and len(other) == 1:
         return None
-    if len(one) > 1 and len(other) > 1:
-        return "same union" if _match_any_order(one, other, depth) else ""
-    return None
+    one, other = (
+        split(text, _COMMA) if len(parts) == 1 and _RELATION.search(text) else parts
+        for text, parts in ((gold, one), (answer, other))
+    )
+    return "same union" if _match_any_order(one, other, depth) else ""
 
 
 def _matrices(gold: str, answer: str, depth: int) -> str | None:
-    """Element by element. A column may be written as a tuple."""
+    """Element by element. A single column or row may be written as a tuple."""
     one, other = _rows(gold), _rows(answer)
     if one is None or other is None:
         inner = brackets(answer if one else gold) if one or other else None
-        column = one or other
-        if column is None or inner is None or inner[0] not in ("()", r"\langle\rangle"):
+        vector = _as_vector(one or other or [])
+        if vector is None or inner is None or inner[0] not in ("()", r"\langle\rangle"):
             return None
-        return "same vector" if _match_in_order([row[0] for row in column], split(inner[1], _COMMA), depth) else ""
+        return "same vector" if _match_in_order(vector, split(inner[1], _COMMA), depth) else ""
     if len(one) != len(other):
         return ""
     return "same matrix" if all(_match_in_order(*rows, depth) for rows in zip(one, other, strict=True)) else ""
 
 
+def _as_vector(rows: list[list[str]]) -> list[str] | None:
+    """The cells of a single column or a single row."""
+    if len(rows) == 1:
+        return rows[0]
+    return [row[0] for row in rows] if rows and all(len(row) == 1 for row in rows) else None
+
+
 def _rows(text: str) -> list[list[str]] | None:
     match = _MATRIX.fullmatch(text.strip())
-    if match is None or match[1] == "v":
+    if match is None:
         return None
-    return [[cell.strip() for cell in row.split("&")] for row in match[2].strip(" ⏎").split(ROW.strip())]
+    return [[cell.strip() for cell in row.split("&")] for row in match[1].strip(" ⏎").split(ROW.strip())]
 
 
 def _bracketed(gold: str, answer: str, depth: int) -> str | None:
@@ -246,107 +263,48 @@ def _bracketed(gold: str, answer: str, depth: int) -> str | None:
 
 
 def _words(gold: str, answer: str, depth: int) -> str | None:
-    r"""Answers in words, and letters of a choice: case, \text{} and brackets do not count."""
-    if not all(_is_words(text) for text in (gold, answer)):
-        return "" if _is_words(gold) and not _is_choice(gold) and _is_number(answer) else None
-    return "same words" if _letters(gold) == _letters(answer) else ""
+    r"""Answers in words, and letters of a choice: \text{} and brackets do not count, nor does the case of words.
+
+    What could as well be a formula (`xyz`) is only settled here if it is the same.
+    """
+    if not _is_words(gold) or not _is_words(answer):
+        return None
+    if _letters(gold) == _letters(answer):
+        return "same words"
+    return "" if r"\text" in gold or re.fullmatch(r"[A-Z]{2,}|.*[A-Za-z]{5}.*", gold) else None
 
 
 def _is_words(text: str) -> bool:
+    r"""In \text{}, or without a digit and any sign of a formula; or the letter of a choice."""
     bare = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
-    return bool(re.fullmatch(r"[\s().,:;'A-Za-z0-9-]*[A-Za-z][\s().,:;'A-Za-z0-9-]*", bare)) and (
-        r"\text" in text or len(re.findall(r"[A-Za-z]", bare)) == 1 or bool(re.search(r"[A-Za-z]{3}", bare))
-    )
-
-
-def _is_choice(text: str) -> bool:
-    return len(_letters(text)) == 1
+    if r"\text" in text:
+        return bool(re.fullmatch(r"[\s().,:;'A-Za-z0-9-]*[A-Za-z][\s().,:;'A-Za-z0-9-]*", bare))
+    return bool(re.fullmatch(r"[A-Za-z'., ]*[A-Za-z]{3}[A-Za-z'., ]*|\(?[A-Z]\)?", bare))
 
 
 def _letters(text: str) -> str:
-    return re.sub(r"[^a-z0-9:]", "", text.replace(r"\text", "").lower())
+    """What is said, with the sign and the point of a number."""
+    bare = re.sub(r"\b(?:option|choice|answer)\b", "", text.replace(r"\text", ""), flags=re.IGNORECASE)
+    kept = re.sub(r"(?![-.]\d)[^A-Za-z0-9:]", "", bare)
+    return kept if len(kept) == 1 else kept.lower()
 
 
-def _formulas(gold: str, answer: str) -> str | None:
-    """Parsed by math-verify; compared by value where that is possible, else by its own rules."""
-    expected = _parsed(gold)
-    if expected is None:
+def _labels(gold: str, answer: str, depth: int) -> str | None:
+    r"""\textbf{(A)} 5: the letter answers a gold that is a letter, the rest any other gold."""
+    label = _LABEL.match(answer)
+    if label is None or _LABEL.match(gold):
         return None
-    given = _parsed(answer)
-    if given is None:
-        raise Unparsable
-    decided = _same_value(expected, given)
-    if decided is None:
-        decided = verify(expected, given, float_rounding=12, timeout_seconds=None, allow_set_relation_comp=True)
-    return "same expression" if decided else None
+    choice = re.fullmatch(r"(?:\\text\{)?\s*\(?([A-E])\)?\s*\}?", gold)
+    return _same(gold, label[1] if choice else answer[label.end() :], depth + 1) or ""
 
 
-@lru_cache(maxsize=1024)
-def _parsed(text: str) -> Any:
-    """A SymPy object, or None. The parser's time doubles with every bracket in a bracket: no answer needs many."""
-    if nesting(text) > MAX_NESTING:
-        return None
-    text = _PYTHON.sub(lambda match: "\\" + match[1] + " " if match[1] else "", text.replace(ROW.strip(), r"\\"))
-    text = text.replace("∪", r"\cup ").replace("**", "^").replace("*", r" \cdot ")
-    found = parse(f"${text}$", _PARSING, fallback_mode="no_fallback", parsing_timeout=None)
-    return found[0] if found else None
-
-
-def _same_value(gold: Any, answer: Any) -> bool | None:
-    """Formulas at the same random points; None where values do not decide (sets, relations, undefined points)."""
-    if isinstance(gold, Eq) and isinstance(answer, Eq):
-        return _proportional(gold.lhs - gold.rhs, answer.lhs - answer.rhs)
-    if isinstance(gold, Relational) or isinstance(answer, Relational):
-        return None
-    if not isinstance(gold, Expr) or not isinstance(answer, Expr):
-        return None
-    if gold.free_symbols != answer.free_symbols:
-        return None
-    exact = not (gold.has(Float) or answer.has(Float))
-    if exact and isinstance(difference := (gold - answer).doit(), Rational):
-        return bool(difference == 0)  # 2^{2008} - 2 and 2^{2008} - 3 are close in no other sense
-    close = _close_to(1e-20 if exact else 1e-6)
-    seen = 0
-    for left, right in _values(gold, answer):
-        if not close(left, right):
-            return False
-        seen += 1
-    return True if seen else None
-
-
-def _proportional(gold: Expr, answer: Expr) -> bool | None:
-    """One equation is a multiple of the other: x - 3 = 0 and 6 = 2x."""
-    if gold.free_symbols != answer.free_symbols:
-        return False
-    ratios = [left / right for left, right in _values(gold, answer) if right != 0]
-    if len(ratios) < 2:
-        return None
-    close = _close_to(1e-15)
-    return ratios[0] != 0 and all(close(ratio, ratios[0]) for ratio in ratios)
-
-
-def _values(gold: Expr, answer: Expr) -> Iterator[tuple[complex, complex]]:
-    """Both at random points (a single one if there is no variable), where they are finite.
-
-    Between 0 and 3, where powers stay small; but steps, such as those of ⌊n/5⌋, only show at whole numbers.
-    """
-    symbols = sorted(gold.free_symbols | answer.free_symbols, key=default_sort_key)
-    rng, steps = random.Random(0), gold.has(*STEPS) or answer.has(*STEPS)
-    for place in range((4 if steps else 1) * NUM_POINTS if symbols else 1):
-        drawn = [rng.randrange(2, 40) if steps and place % 2 else rng.randrange(300, 2700) for _ in symbols]
-        point = {symbol: Rational(number, 1 if steps else 997) for symbol, number in zip(symbols, drawn, strict=True)}
-        left, right = (_number(formula.subs(point)) for formula in (gold, answer))
-        if left is not None and right is not None:
-            yield left, right
-
-
-def _number(formula: Any) -> Any:
-    value: Any = formula.doit().evalf(DIGITS)
-    return value if value.is_number and value.is_finite else None
-
-
-def _close_to(tolerance: float) -> Callable[[Any, Any], bool]:
-    return lambda left, right: bool(abs(left - right) <= tolerance * max(abs(left), abs(right)))
-
-
-__all__ = ["Unparsable", "canonical", "same_answer"]
+def _upward(text: str) -> str:
+    """An inequality with its signs turned: 5 > x \\ge -2 is -2 \\le x < 5."""
+    signs = _RELATION.findall(text)
+    if not signs or any(sign not in _DOWNWARD for sign in signs) or "," in text:
+        return text
+    parts = _RELATION.split(text)
+    turned = parts[-1]
+    for sign, part in zip(reversed(signs), reversed(parts[:-1]), strict=True):
+        turned += f" {_DOWNWARD[sign]} {part}"
+    return turned

@@ -13,10 +13,12 @@ from eepo.boxed import MAX_ANSWER, last_boxed
 MAX_BARE = 100  # characters of a completion that is nothing but its answer
 
 _MARK = re.compile(
-    r"####|\banswer(?:\s{1,5}(?:is|are)\b(?:\s{1,5}(?:therefore|thus|then|simply)\b)?\s{0,5}:?|\s{0,5}[:=])\s{0,5}\**",
+    r"####|\banswer\**(?:\s{1,5}(?:is|are)\b(?:\s{1,5}(?:therefore|thus|then|simply)\b)?\s{0,5}:?|\s{0,5}[:=])\s{0,5}\**"
+    r"|\bfinal answer\**[ \t]{0,5}\n\s{0,5}",
     re.IGNORECASE,
 )
-_SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\*\*")
+_INSIDE = re.compile(r"(?:\\text\s*\{)?\s*(?:the\s+)?(?:final\s+)?answer\s*(?:is\b|[:=])\s*\}?", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\*\*|,?\s+(?:since|because|as|so|which|where|when)\b|\n")
 _FRAMES = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 
 
@@ -29,7 +31,7 @@ def final_answer(text: str) -> str | None:
         answer = text
     if answer is None or len(answer) > MAX_ANSWER:
         return None
-    return answer.strip() or None
+    return _INSIDE.sub("", answer.strip(), count=1).strip() if _INSIDE.match(answer.strip()) else answer.strip() or None
 
 
 def _last_stated(text: str) -> str | None:
@@ -43,16 +45,18 @@ def _last_stated(text: str) -> str | None:
         return text[opened + len("<answer>") : close]
     if mark is None:
         return None
-    line = text[mark.end() : mark.end() + MAX_ANSWER].strip().split("\n")[0]
-    return line if mark[0] == "####" else _without_prose(line)
+    rest = text[mark.end() : mark.end() + MAX_ANSWER].strip()
+    return rest.split("\n")[0] if mark[0] == "####" else _without_prose(rest)
 
 
-def _without_prose(line: str) -> str:
-    """The formula that the line begins with, else its first sentence."""
+def _without_prose(rest: str) -> str:
+    """The formula that it begins with, else its first sentence. A frame that holds prose is a sign of money."""
     for opened, closed in _FRAMES:
-        if line.startswith(opened) and closed in line[len(opened) :]:
-            return line[len(opened) : line.index(closed, len(opened))]
-    return _SENTENCE_END.split(line, maxsplit=1)[0]
+        if rest.startswith(opened) and closed in rest[len(opened) :]:
+            inner = rest[len(opened) : rest.index(closed, len(opened))]
+            if inner.strip() and not re.search(r"(?<![\\{A-Za-z])[A-Za-z]{3,} ", inner):
+                return inner
+    return _SENTENCE_END.split(rest, maxsplit=1)[0]
 
 
 def _is_bare(text: str) -> bool:

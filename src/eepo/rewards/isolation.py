@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from eepo.config import RewardConfig
+from eepo.rewards.worker import IDLE
 from eepo.types import Prompt, UserError, Verdict
 
 MAX_TEXT = 100_000  # characters of a completion that are read, from its end: the answer stands there
@@ -103,6 +104,7 @@ class _Worker:
         self.item = 0  # place in the batch of what it is grading
         self._serial = 0  # of what it is grading, since its start; 0 is an idle child's
         self._sent = 0.0
+        self._request = b""
         self._start()
 
     def _start(self) -> None:
@@ -122,25 +124,18 @@ class _Worker:
         return self._process.stdout.fileno()
 
     def send(self, item: int, answer: str, text: str) -> None:
-        assert self._process.stdin is not None
         self.item, self._sent = item, time.monotonic()
         self._serial += 1
-        line = f"[{self._serial}, {answer}, {json.dumps(text)}]\n"
-        try:
-            self._process.stdin.write(line.encode())
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            if not self._ready:
-                return  # it did not start: reading from it will tell
-            self.stop()  # somebody killed the whole process while it was idle
-            self._start()
-            self.send(item, answer, text)
+        self._request = f"[{self._serial}, {answer}, {json.dumps(text)}]\n".encode()
+        self._write()
 
     def verdict(self) -> Verdict | None:
         """Of the item sent last; None if what there is to read is about something else: an idle child that died."""
         reply = self._line()
         while reply and reply.get("item") != self._serial:
             self._ready = True
+            if "died" in reply and reply["item"] == IDLE:  # perhaps with our request half read; answered twice, no harm
+                self._write()
             if b"\n" not in self._buffer:
                 return None
             reply = self._line()
@@ -151,6 +146,18 @@ class _Worker:
         if "died" in reply:
             return _unanswered(reply["died"])
         return Verdict(reply["reward"], reply["answer"], reply["reason"])
+
+    def _write(self) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(self._request)
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            if self._ready:  # somebody killed the whole process while it was idle
+                self.stop()
+                self._start()
+                self._write()
+            # else it did not start: reading from it will tell
 
     def _lost(self) -> Verdict:
         """The whole process is gone, not just its child."""

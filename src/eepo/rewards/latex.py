@@ -14,6 +14,12 @@ _SPACES = re.compile(
 _THIN = re.compile(r"(?<=\d)(?:,\\!|\{,\}|\\,|\\!,?)(?=\d)")
 _FONTS = re.compile(r"\\(?:mathbf|mathit|mathsf|mathcal|boldsymbol|bm|operatorname\*?|mathop|ensuremath|boxed|fbox)\b")
 _TEXT = re.compile(r"\\(?:mbox|mathrm|textbf|textit|textrm|textnormal|texttt|rm|hbox|text)\s*(?=\{)")
+_UPRIGHT = re.compile(r"\\mathrm\s*\{\s*([ied])\s*\}")  # constants and differentials, not units
+_COLOURS = re.compile(r"\\(?:text)?color\s*\{[^{}]*\}")
+_SCALE = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALES = re.compile(
+    r"(?<=\d)\s*(?:\\text\s*\{\s*(thousand|million|billion|trillion)\s*\}|(thousand|million|billion|trillion)\b)"
+)
 _BARE_FRACTION = re.compile(r"\\frac\s*(\{[^{}]*\}|[0-9A-Za-z])\s*(\{[^{}]*\}|[0-9A-Za-z])")
 _BARE_ROOT = re.compile(r"\\sqrt\s*([0-9A-Za-z])")
 _SHORT_SCRIPT = re.compile(r"([_^])\{(\w)\}")
@@ -34,13 +40,16 @@ _NAMES = {
     r"\degree": r"^\circ",
     r"\textdegree": r"^\circ",
     r"\cup": " ∪ ",
+    r"\varnothing": r"\emptyset",
+    r"\R": r"(-\infty,\infty)",
     r"\wedge": r"\land",
 }
 _SIGNS = str.maketrans(
     {
         "−": "-", "–": "-", "‐": "-", "×": r"\times ", "·": r"\cdot ", "π": r"\pi ", "∞": r"\infty ", "°": r"^\circ ",
         "²": "^2", "³": "^3", "≤": r"\le ", "≥": r"\ge ", "±": r"\pm ", "∈": r"\in ", "≈": r"\approx ", "％": "%",
-        "\u00a0": " ", "√": r"\sqrt ", "½": r"\frac{1}{2}", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ",
+        "\u00a0": " ", "\u200b": "", "\u200c": "", "\u200d": "", "\ufeff": "", "\u2060": "",
+        "½": r"\frac{1}{2}", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ",
     }
 )  # fmt: skip
 _NAME = re.compile("|".join(rf"{re.escape(name)}(?![A-Za-z])" for name in sorted(_NAMES, key=len, reverse=True)))
@@ -48,19 +57,33 @@ _NAME = re.compile("|".join(rf"{re.escape(name)}(?![A-Za-z])" for name in sorted
 
 def plain(text: str) -> str:
     r"""One spelling for what LaTeX writes in many: fractions, spaces, sizes, fonts, frames. Keeps `\$` and `\text`."""
-    text = text.translate(_SIGNS)
+    text = re.sub(r"√\s*(\d+|[A-Za-z])", r"\\sqrt{\1}", text).translate(_SIGNS).replace("√", r"\sqrt ")
     text = _FRAMES.sub(" ", text.replace("\\\\", ROW))
     text = _THIN.sub("", text)
     text = _SIZES.sub("", text)
     text = _SPACES.sub(" ", text)
     text = _NAME.sub(lambda match: _NAMES[match[0]], text)
-    text = _TEXT.sub(r"\\text", _FONTS.sub("", text))
+    text = _COLOURS.sub("", _TEXT.sub(r"\\text", _FONTS.sub("", _UPRIGHT.sub(r"\1", text))))
+    text = _SCALES.sub(lambda match: rf"\times 10^{{{_SCALE[match[1] or match[2]]}}}", text)
     text = _BARE_FRACTION.sub(lambda match: rf"\frac{_braced(match[1])}{_braced(match[2])}", text)
     text = _BARE_ROOT.sub(r"\\sqrt{\1}", text)
     text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?", r"^\\circ", text)
     text = re.sub(r"\^\s*\{?((?:\s*\\prime)+)\s*\}?", lambda match: "'" * match[1].count("p"), text)
     text = _SHORT_SCRIPT.sub(r"\1\2", text)
-    return re.sub(r" +", " ", text).strip(" .,;:")
+    text = _whole(re.sub(r" +", " ", text).strip(" ,;:⏎*"))
+    text = text.rstrip(" .,;:") if not text.endswith(r"\.") else text
+    return text if re.match(r"\.\d", text) else text.lstrip(". ")
+
+
+def _whole(text: str) -> str:
+    r"""What the text is as a whole: \text{5 cm} holds a quantity, \{x \mid x > 3\} is its condition."""
+    text = re.sub(r"\b([ap])\. ?m\b\.?", r"\1m", text)
+    if (match := re.fullmatch(r"\\text\{([^{}]*)\}", text)) and re.search(r"\d|=", match[1]):
+        text = match[1].strip(" .,;:")
+    if match := re.fullmatch(r"\\\{ ?[A-Za-z](?: ?\\in ?\S+)? ?(?:\\mid|\||:) ?(.*?) ?\\\}", text):
+        text = match[1]
+    text = re.sub(r"\\mathbb ?(?:\{R\}|R)|\\text\{ ?(?:all )?real numbers ?\}", lambda _: r"(-\infty,\infty)", text)
+    return r"\emptyset" if re.fullmatch(r"\\\{ ?\\\}", text) else text
 
 
 def squeeze(text: str) -> str:

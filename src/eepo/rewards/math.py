@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from mpmath.libmp import NoConvergence
+from sympy.polys.polyerrors import BasePolynomialError
+
 from eepo.boxed import last_boxed
 from eepo.rewards.equivalence import Unparsable, canonical, same_answer
 from eepo.rewards.extraction import final_answer
@@ -12,6 +15,7 @@ from eepo.types import Verdict
 # On strange input. Not MemoryError: the worker must end then.
 SYMPY_RAISES = (
     ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError,
+    BasePolynomialError, NoConvergence,
 )  # fmt: skip
 
 

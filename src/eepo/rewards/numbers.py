@@ -19,8 +19,10 @@ _POWER = r"(?:\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*\{?\s*([-+]?\d{1,4})\s*\}?|
 _SIGNED = re.compile(rf"\s*([-+]?)\s*({_DECIMAL}){_POWER}?\s*", re.ASCII)
 _TEN_POWER = re.compile(r"\s*([-+]?)\s*10\s*\^\s*\{?\s*([-+]?\d{1,4})\s*\}?\s*", re.ASCII)
 _FRACTION = re.compile(r"\s*([-+]?)\s*(\d{0,9})\s*\\frac\s*\{([^{}]+)\}\s*\{([^{}]+)\}\s*", re.ASCII)
+_MIXED = re.compile(r"\s*([-+]?)\s*(\d{1,9})\s+(\d{1,9})\s*/\s*([1-9]\d{0,8})\s*", re.ASCII)
+_REPEATING = re.compile(r"\s*([-+]?)\s*(\d{0,20})\.(\d{0,20})\\(?:overline|bar)\s*\{?\s*(\d{1,20})\s*\}?\s*", re.ASCII)
 _BASE = re.compile(
-    r"\(?\s*(-?[0-9A-Za-z]+(?:\.[0-9A-Za-z]+)?)\s*\)?\s*_\s*\{?\s*(?:\\text\{\s*)?(\d{1,2}|[a-z]+)\s*\}?\s*\}?",
+    r"\(?\s*(-?[0-9A-Za-z]+(?:\.[0-9A-Za-z]+)?)\s*\)?\s*_\s*\{?\s*(?:\\text\{\s*)?(?:base\s*\}?\s*)?(\d{1,2}|[a-z]+)\s*\}?\s*\}?",
     re.ASCII,
 )
 _BASE_NAMES = {
@@ -39,6 +41,8 @@ class Number:
             return True
         if self.places == other.places:  # both exact, or equally long decimals: every digit counts
             return False
+        if any(number.places is None and number.value.denominator == 1 for number in (self, other)):
+            return False  # a whole number is itself, and nothing near it
         return abs(self.value - other.value) <= TOLERANCE * min(abs(self.value), abs(other.value))
 
 
@@ -50,6 +54,11 @@ def read_number(text: str) -> Number | None:
         return _scaled(Number(Fraction(-1 if match[1] == "-" else 1)), int(match[2]))
     if match := _FRACTION.fullmatch(text):
         return _fraction(match)
+    if match := _MIXED.fullmatch(text):
+        value = int(match[2]) + Fraction(int(match[3]), int(match[4]))
+        return Number(-value if match[1] == "-" else value)
+    if match := _REPEATING.fullmatch(text):
+        return _repeating(match)
     if text.count("/") == 1:
         above, below = text.split("/")
         return _quotient(read_decimal(above), read_decimal(below.strip(" .")))
@@ -94,6 +103,14 @@ def _fraction(match: re.Match[str]) -> Number | None:
         return None
     value = quotient.value + int(match[2] or 0)  # 3\frac{1}{2} is three and a half
     return Number(-value if match[1] == "-" else value, quotient.places)
+
+
+def _repeating(match: re.Match[str]) -> Number:
+    """0.1666... as it is written with a bar: the digits under it go on forever."""
+    fixed, period = match[3], match[4]
+    tail = Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(fixed))
+    value = Fraction(int((match[2] or "0") + fixed), 10 ** len(fixed)) + tail
+    return Number(-value if match[1] == "-" else value)
 
 
 def _quotient(above: Number | None, below: Number | None) -> Number | None:

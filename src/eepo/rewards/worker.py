@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import mmap
 import os
 import resource
@@ -57,7 +58,10 @@ def as_verdict(result: Any, text: str) -> Verdict:
     """A user's function may return just a number or a truth value."""
     if isinstance(result, Verdict):
         return result
-    return Verdict(float(result), text.strip() or None, "")
+    reward = float(result)
+    if not math.isfinite(reward):
+        raise ValueError(f"a reward must be finite, got {reward}")
+    return Verdict(reward, text.strip() or None, "")
 
 
 def _serve(judge: Callable[[Any, str], Any], cpu_seconds: float, current: mmap.mmap, replies: int) -> None:
@@ -65,7 +69,10 @@ def _serve(judge: Callable[[Any, str], Any], cpu_seconds: float, current: mmap.m
     lines = os.fdopen(0, "rb", closefd=False)
     try:
         while line := lines.readline():
-            item, answer, text = json.loads(line)
+            try:
+                item, answer, text = json.loads(line)
+            except ValueError:  # the end of a request that a killed child had begun to read; it is sent again
+                continue
             current[:] = struct.pack("q", item)
             signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # SIGPROF's default action ends the process
             reply = _judged(judge, answer, text)
