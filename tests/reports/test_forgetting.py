@@ -6,7 +6,8 @@ import warnings
 
 import pytest
 
-from eepo.reports.forgetting import drawable, forgetting_figure, forgotten_problems, shortened
+from eepo.reports.forgetting import forgetting_figure, forgotten_problems
+from eepo.reports.lettering import drawable, name_text, shortened
 from eepo.reports.pictures import image_bytes
 from eepo.reports.runs import read_run
 
@@ -92,3 +93,4 @@ def test_shortened_texts_keep_their_end():
     assert shortened("abcdefghij", 5) == "ab…ij"
     assert shortened(" \n", 9) == "(empty)"
     assert drawable("a\x00漢b") == "a\ufffd\ufffdb"
+    assert len(name_text("a_name_of_a_hundred" * 5)) == 28

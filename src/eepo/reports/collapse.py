@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from eepo.reports.curves import MOST_BANDED, draw, draw_methods, evaluation_curve, metric_curve, smooth
+from eepo.reports.lettering import name_text
 from eepo.reports.palette import STAGE_STYLES, looks
 from eepo.reports.panels import (
     add_legend,
@@ -19,7 +20,6 @@ from eepo.reports.panels import (
     in_percent,
     label_steps,
     method_lines,
-    name_text,
     new_panels,
     style_lines,
     styled,

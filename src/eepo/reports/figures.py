@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from eepo.reports.curves import draw_methods
+from eepo.reports.lettering import name_text
 from eepo.reports.measures import START, estimate, full_evaluations, start_evaluations
 from eepo.reports.palette import PHASES, STAGE_STYLES, looks
 from eepo.reports.panels import (
@@ -22,7 +23,6 @@ from eepo.reports.panels import (
     label_k,
     label_steps,
     method_lines,
-    name_text,
     new_panels,
     stage_lines,
     styled,

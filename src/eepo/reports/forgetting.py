@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.font_manager import findfont, get_font
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from eepo.reports.lettering import name_text, plain_text
 from eepo.reports.palette import looks
-from eepo.reports.panels import name_text, new_panels, styled
+from eepo.reports.panels import new_panels, styled
 from eepo.reports.runs import Row, Run, by_method, was_forgotten
 
 MOST_PROBLEMS, MOST_SHOWN = 4, 5  # problems in the figure, completions of each
@@ -56,7 +55,7 @@ def forgetting_figure(runs: Sequence[Run]) -> Figure | None:
     scale = Scale.over([row for rows in problems for row in rows])
     for axes, rows in zip(panels, problems, strict=True):
         _draw_problem(axes, rows, colour, scale)
-    figure.suptitle(f"{name_text(drawable(run.name))}, seed {run.seed}, step {step}", fontsize="large")
+    figure.suptitle(f"{name_text(run.name)}, seed {run.seed}, step {step}", fontsize="large")
     names = {"probability under θ": 1.0, "probability under θ′": FORGOTTEN_ALPHA}
     bars = [Patch(facecolor=colour, alpha=alpha, label=name) for name, alpha in names.items()]
     figure.legend(handles=bars, loc="outside lower center", ncol=2)
@@ -74,25 +73,6 @@ def forgotten_problems(run: Run) -> tuple[int, list[list[Row]]]:
     return step, ranked[:MOST_PROBLEMS]
 
 
-def shortened(text: str, longest: int) -> str:
-    """On one line; of a long text its beginning and its end, where the answer stands."""
-    text = drawable(" ".join(text.split())) or "(empty)"
-    if len(text) <= longest:
-        return text
-    tail = longest // 2
-    return f"{text[: longest - tail - 1]}…{text[-tail:]}"
-
-
-def drawable(text: str) -> str:
-    """Characters that the font lacks, control characters among them, become a mark."""
-    return "".join(sign if _has_glyph(sign) else "\ufffd" for sign in text)
-
-
-@cache
-def _has_glyph(sign: str) -> bool:
-    return sign.isprintable() and get_font(findfont("DejaVu Sans")).get_char_index(ord(sign)) != 0
-
-
 def _draw_problem(axes: Axes, rows: Sequence[Row], colour: str, scale: Scale) -> None:
     for key, alpha, shift in (("logprob", 1.0, -0.19), ("logprob_after", FORGOTTEN_ALPHA, 0.19)):
         places = [number + shift for number in range(len(rows))]
@@ -100,7 +80,7 @@ def _draw_problem(axes: Axes, rows: Sequence[Row], colour: str, scale: Scale) ->
     axes.set_yticks(range(len(rows)), [_label(row) for row in rows])
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
-    axes.set_title(name_text(shortened(str(rows[0]["prompt"]), LONGEST_PROMPT)))
+    axes.set_title(plain_text(str(rows[0]["prompt"]), LONGEST_PROMPT))
     axes.set_xlim(scale.start, scale.end)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=scale.is_log))
     if scale.is_log:
@@ -108,4 +88,4 @@ def _draw_problem(axes: Axes, rows: Sequence[Row], colour: str, scale: Scale) ->
 
 
 def _label(row: Row) -> str:
-    return f"{name_text(shortened(str(row['text']), LONGEST_TEXT))}  {'✓' if row['reward'] >= 1 else '✗'}"
+    return f"{plain_text(str(row['text']), LONGEST_TEXT)}  {'✓' if row['reward'] >= 1 else '✗'}"

@@ -48,10 +48,10 @@ pre { margin: 0; padding: .3rem .5rem; background: var(--block); border-radius: 
   white-space: pre-wrap; overflow-wrap: anywhere; unicode-bidi: isolate; direction: ltr; }
 summary { cursor: pointer; padding: .3rem 0; } details { border-bottom: 1px solid var(--line); }
 .filters { display: flex; flex-wrap: wrap; gap: .5rem 1rem; }
-.filters label { color: var(--soft); font-size: .875rem; }
+.filters label { color: var(--soft); font-size: .875rem; max-width: 100%; }
 .filters select, .filters input, button { font: inherit; color: var(--ink); background: var(--block);
   border: 1px solid var(--line); border-radius: 4px; padding: .3rem .5rem; }
-.filters select, .filters input { max-width: 100%; } #filter-text { width: 17rem; }
+.filters select { max-width: 15rem; } #filter-text { width: 17rem; max-width: 100%; box-sizing: border-box; }
 article { margin: .8rem 0; padding-left: .7rem; border-left: 3px solid var(--line); }
 article p { margin: 0 0 .25rem; } article.right { border-color: #009e73; } article.wrong { border-color: #d55e00; }
 pre.prompt { background: none; color: var(--soft); max-height: 7.5rem; overflow-y: auto; }

@@ -12,12 +12,13 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from eepo.reports.lettering import FONT, name_text
 from eepo.reports.palette import STAGE_STYLES, looks
 from eepo.reports.runs import Row, Run
 
 WIDTH, PANEL_HEIGHT = 5.5, 1.75  # inches: a page's text width, so that text is as large in print as it says here
 STYLE = {
-    "font.family": "DejaVu Sans",  # comes with matplotlib: figures look the same everywhere
+    "font.family": FONT,
     "font.size": 6.5,
     "axes.titlesize": 7,
     "lines.linewidth": 1.1,
@@ -89,11 +90,6 @@ def from_zero(axes: Axes) -> None:
 
 def in_percent(axes: Axes) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.4g} %"))
-
-
-def name_text(name: str) -> str:
-    """A name is not a formula."""
-    return name.replace("$", r"\$")
 
 
 def method_lines(methods: Iterable[str], markers: bool = False) -> list[Line2D]:
