@@ -8,6 +8,7 @@ const found = (id) => document.getElementById(id);
 const data = JSON.parse(found("completions-data").textContent);
 const runName = (run) => `${data.runs[run].method}/${data.runs[run].seed}`;
 let numShown = AT_ONCE;
+let missing = []; // what the address asked for and this page does not have
 
 for (const row of data.rows) {
   row.values = { run: runName(row.run), step: `${row.step}`, stage: `${row.stage}`, reward: row.reward >= 1 ? "1" : "0" };
@@ -60,7 +61,8 @@ function show() {
   const shown = rows.slice(0, numShown);
   found("completions").replaceChildren(...shown.map((row, place) => card(row, shown[place - 1])));
   found("completions-count").textContent =
-    `${shown.length.toLocaleString("en")} shown of ${rows.length.toLocaleString("en")} that match`;
+    `${shown.length.toLocaleString("en")} shown of ${rows.length.toLocaleString("en")} that match` +
+    (missing.length ? ` (not on this page: ${missing.join(", ")})` : "");
   found("completions-more").hidden = shown.length === rows.length;
 }
 
@@ -71,10 +73,14 @@ function writeAddress() {
 
 function readAddress() {
   const filter = new URLSearchParams(location.hash.slice(1));
+  missing = [];
   for (const key of KEYS) {
     const control = found(`filter-${key}`);
     control.value = filter.get(key) ?? "";
-    if (control.selectedIndex === -1) control.value = ""; // no such choice on this page
+    if (control.selectedIndex === -1) {
+      missing.push(`${key} ${filter.get(key)}`);
+      control.value = "";
+    }
   }
   numShown = AT_ONCE;
   show();
@@ -87,6 +93,7 @@ fillSelect("stage", different("stage").sort());
 for (const key of KEYS) {
   found(`filter-${key}`).addEventListener("input", () => {
     numShown = AT_ONCE;
+    missing = [];
     writeAddress();
     show();
   });

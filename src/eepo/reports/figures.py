@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from eepo.reports.curves import draw_methods
+from eepo.reports.curves import MOST_BANDED, draw_methods
 from eepo.reports.lettering import name_text
 from eepo.reports.measures import START, estimate, full_evaluations, start_evaluations
 from eepo.reports.palette import PHASES, STAGE_STYLES, looks
@@ -52,7 +52,8 @@ def pass_at_k_figure(runs: Sequence[Run]) -> Figure | None:
     sets = [name for name in evaluation_sets(runs) if full_evaluations(runs, name)]
     if not sets:
         return None
-    figure, panels = new_panels(len(sets), width=WIDTH if len(sets) > 2 else 0.72 * WIDTH)
+    crowded = len(by_method(runs)) > MOST_BANDED
+    figure, panels = new_panels(len(sets), width=WIDTH if crowded or len(sets) > 2 else 0.72 * WIDTH)
     shown: dict[str, None] = {}
     for axes, name in zip(panels, sets, strict=True):
         groups = {method: full_evaluations(seeds, name) for method, seeds in by_method(runs).items()}
@@ -61,7 +62,7 @@ def pass_at_k_figure(runs: Sequence[Run]) -> Figure | None:
         for method, evaluations in groups.items():
             if evaluations:
                 shown[method] = None
-                _draw_pass_at_k(axes, evaluations, *looks([*groups])[method])
+                _draw_pass_at_k(axes, evaluations, *looks([*groups])[method], banded=not crowded)
         label_k(axes, evaluations=[row for rows in groups.values() for row in rows])
         axes.set_title(name_text(f"pass@k, {plain(name)}"))
     add_legend(figure, method_lines(shown, markers=True))
@@ -116,11 +117,13 @@ def _draw_stages(axes: Axes, runs: Sequence[Run], key: str) -> None:
         draw_methods(axes, by_method(runs), f"stage{stage}/{key}", style)
 
 
-def _draw_pass_at_k(axes: Axes, evaluations: Sequence[Row], colour: str, marker: str) -> None:
+def _draw_pass_at_k(axes: Axes, evaluations: Sequence[Row], colour: str, marker: str, banded: bool) -> None:
     """Band: lowest to highest seed; with one seed, the interval over its problems."""
     ks = sorted(set.intersection(*({int(k) for k in row["pass@k"]} for row in evaluations)))
     values = [[row["pass@k"][str(k)] for row in evaluations] for k in ks]
     axes.plot(ks, [sum(column) / len(column) for column in values], color=colour, marker=marker)
+    if not banded:
+        return
     if len(evaluations) > 1:
         axes.fill_between(ks, list(map(min, values)), list(map(max, values)), color=colour, alpha=0.15, linewidth=0)
         return

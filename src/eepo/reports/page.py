@@ -122,7 +122,7 @@ def bands(runs: Sequence[Run]) -> str:
         return "One seed each: bands, where there are any, are 95 % intervals over the problems of that seed."
     sentence = "Lines are means over seeds, bands reach from the lowest to the highest seed."
     crowded = len(by_method(runs)) > MOST_BANDED
-    return sentence + " With this many methods, lines over steps go without bands." * crowded
+    return sentence + " With this many methods, lines go without bands." * crowded
 
 
 def environment_line(environment: dict[str, Any]) -> str:

@@ -119,4 +119,7 @@ def add_legend(figure: Figure, lines: list[Line2D]) -> None:
     """Below the panels, in as many columns as its longest label leaves room for."""
     longest = max(len(str(line.get_label())) for line in lines)
     columns = int(figure.get_figwidth() / (0.42 + 0.056 * longest))  # inches: a line's handle, and a character
-    figure.legend(handles=lines, loc="outside lower center", ncol=max(1, min(len(lines), columns)))
+    columns = max(1, min(len(lines), columns))
+    further = -(-len(lines) // columns) - 1  # rows beyond the one that there is room for
+    figure.set_figheight(figure.get_figheight() + 0.15 * further)
+    figure.legend(handles=lines, loc="outside lower center", ncol=columns)
