@@ -83,14 +83,18 @@ def test_every_module_says_what_it_is(path: Path) -> None:
 
 
 # Whatever a user's grading function raises there travels to the process that asked, and is raised again.
-PASSES_ON = {"rewards/worker.py"}
+# What a logger of someone else's raises in the middle of a run is said on the screen: it must not end the run.
+PASSES_ON = {"rewards/worker.py", "loggers.py"}
+# `eepo watch` is a page on the loopback address, for whoever sits at this machine.
+SERVES = {"watch.py"}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_nothing_opens_a_server_or_swallows_every_error(path: Path) -> None:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     roots = {name.partition(".")[0] for name in imported(tree)}
-    assert roots & {"socket", "http", "socketserver", "flask", "fastapi", "requests", "urllib"} == set()
+    servers = roots & {"socket", "http", "socketserver", "flask", "fastapi", "requests", "urllib"}
+    assert servers == ({"http"} if name_of(path) in SERVES else set())
     for node in ast.walk(tree):
         if isinstance(node, ast.ExceptHandler):
             assert node.type is not None, f"line {node.lineno}: bare except"

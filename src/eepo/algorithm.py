@@ -35,6 +35,7 @@ class EEPO:
     max_grad_norm: float
     gate_history: list[float] = field(default_factory=list)  # stage-1 entropies of the last steps
     auto_lr: float = 1e-3  # what unlearn_lr = "auto" chose last
+    unlearn_scale: float = 1.0  # times η, or times the KL target of "auto": lowered when a run explores too far
 
     def step(self, prompts: list[Prompt], sampling: Sampling, metrics: StepMetrics) -> Rollout:
         """One policy iteration."""
@@ -89,9 +90,11 @@ class EEPO:
             return
         stage_1 = [row for row, stage in enumerate(rollout.stages * len(rollout.prompts)) if stage == 1]
         probe = Probe(self.policy, pairs, stage_1, options.probe_completions, options.temperature, loss)
-        lr = options.unlearn_lr
-        if lr == "auto":
-            lr = self.auto_lr = lr_for_kl(probe, gradient, options.unlearn_kl_target, self.auto_lr)
+        if options.unlearn_lr == "auto":
+            target = options.unlearn_kl_target * self.unlearn_scale
+            lr = self.auto_lr = lr_for_kl(probe, gradient, target, self.auto_lr)
+        else:
+            lr = options.unlearn_lr * self.unlearn_scale
         effect = probe.measure(gradient, lr)
         metrics.record_unlearning(lr, effect)
         rollout.record_forgetting(effect.logprobs_after)

@@ -10,9 +10,12 @@ from typing import Any
 import torch
 
 from eepo import checkpoint, pretrained, recipe
+from eepo.alarm import Guard
 from eepo.algorithm import EEPO
 from eepo.config import (
+    AlarmConfig,
     DatasetConfig,
+    LoggingConfig,
     ModelConfig,
     RewardConfig,
     RolloutConfig,
@@ -24,6 +27,7 @@ from eepo.config import (
 from eepo.evaluation.benchmarks import BenchmarkEvaluation, BenchmarkOptions, weights_digest
 from eepo.evaluation.sets import PromptSet, load_sets, pick_template, prompt_sets, run_tables
 from eepo.evaluation.store import Store
+from eepo.loggers import build_logger, check_logger
 from eepo.policy import Policy
 from eepo.progress import Progress
 from eepo.protocols import Task
@@ -51,11 +55,14 @@ FREE_TO_CHANGE = {
     "training.keep_checkpoints",
     "training.log_completions",
     "evaluation.start",
+    *(f"alarm.{field.name}" for field in dataclasses.fields(AlarmConfig)),
+    *(f"logging.{field.name}" for field in dataclasses.fields(LoggingConfig)),
 }
 
 
 def build_trainer(config: RunConfig, out: Path, resume: bool, progress: Progress) -> Trainer:
     """A trainer at step 0, or where the newest checkpoint of `out` left off."""
+    check_logger(config.logging)
     start = find_start(config, out, resume)
     device = pretrained.pick_device(config.model.device)
     tokenizer = pretrained.load_tokenizer(config.model)
@@ -74,7 +81,10 @@ def build_trainer(config: RunConfig, out: Path, resume: bool, progress: Progress
         max_grad_norm=config.training.max_grad_norm,
     )
     task = _task(config.task, tokenizer, config.training.seed, progress)
-    trainer = Trainer(config, algorithm, task, tokenizer, open_log(config, out, start, device), progress)
+    log = open_log(config, out, start, device)
+    done = checkpoint.step_of(start) if start else 0
+    logger = build_logger(config.logging, out, done, dataclasses.asdict(config), progress)
+    trainer = Trainer(config, algorithm, task, tokenizer, log, progress, Guard(config.alarm, out), logger)
     if start:
         trainer.restore(start)
     return trainer

@@ -172,6 +172,27 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True)
+class AlarmConfig:
+    """When a run is said to go wrong: a bound broken in `patience` steps in a row. Any bound may be "off"."""
+
+    action: Literal["warn", "stop", "halve_unlearn_lr"] = "warn"
+    patience: int = knob(5, least=1)
+    entropy_below: float | Literal["off"] = knob(0.01, least=0)  # of the policy, in stage 1; nats a token
+    entropy_above: float | Literal["off"] = knob("off", least=0)  # of any stage
+    truncated_share_above: float | Literal["off"] = knob(0.5, least=0, most=1)  # of any stage
+    zero_advantage_share_above: float | Literal["off"] = knob(0.95, least=0, most=1)
+    dead_stage_above: float | Literal["off"] = knob(0.02, least=0)  # a stage earns 0 while another's mean is over this
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """Where metrics go besides the run's folder. Each needs its package: pip install 'eepo[tensorboard]' and so on."""
+
+    to: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
+    project: str = "eepo"  # for wandb and trackio; the run's name there is that of its folder
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """A whole training recipe."""
 
@@ -183,6 +204,8 @@ class RunConfig:
     training: TrainingConfig = TrainingConfig()
     rollout: RolloutConfig = RolloutConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    alarm: AlarmConfig = AlarmConfig()
+    logging: LoggingConfig = LoggingConfig()
 
 
 @dataclass(frozen=True)

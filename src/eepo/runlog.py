@@ -20,6 +20,7 @@ import eepo
 from eepo.types import UserError
 
 METRICS, EVALUATIONS, COMPLETIONS = "metrics.jsonl", "evaluations.jsonl", "completions.jsonl"
+ALARMS = "alarms.jsonl"
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "tokenizers")
 
 
@@ -46,7 +47,7 @@ class RunLog:
         """Drop every line after `step`, a torn last one, and what a killed rewind left."""
         for left in self.folder.glob(".*.jsonl.*"):
             left.unlink()
-        for name in (METRICS, EVALUATIONS, COMPLETIONS):
+        for name in (METRICS, EVALUATIONS, COMPLETIONS, ALARMS):
             path = self.folder / name
             if path.exists():
                 before = path.read_text(encoding="utf-8")

@@ -13,18 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from eepo import checkpoint
+from eepo.alarm import ADVICE, Event, Guard
 from eepo.algorithm import EEPO
 from eepo.config import RunConfig
 from eepo.evaluation.problems import evaluate
+from eepo.loggers import Logger, evaluation_scalars, metric_scalars
 from eepo.metrics import StepMetrics
 from eepo.progress import Bar, Progress
 from eepo.protocols import Task
-from eepo.runlog import COMPLETIONS, EVALUATIONS, METRICS, RunLog, read_lines
+from eepo.runlog import ALARMS, COMPLETIONS, EVALUATIONS, METRICS, RunLog, read_lines
 from eepo.types import Prompt, Rollout, Sampling, UserError
 
 
 class Interrupted(UserError):
-    """Asked to stop; a checkpoint of the last whole step is on disk."""
+    """Asked to stop, by the user or an alarm; a checkpoint of the last whole step is on disk."""
 
 
 @dataclass
@@ -35,6 +37,8 @@ class Trainer:
     tokenizer: Any
     log: RunLog
     progress: Progress
+    guard: Guard
+    logger: Logger
     step: int = 0  # whole steps done
     num_prompts_seen: int = 0
     seconds: float = 0.0  # of these steps, as their records say
@@ -58,20 +62,29 @@ class Trainer:
         self.step, self.num_prompts_seen = state["step"], state["num_prompts_seen"]
         self.seconds = trained_seconds(self.log.folder)
         self.algorithm.gate_history, self.algorithm.auto_lr = state["gate_history"], state["auto_lr"]
+        self.algorithm.unlearn_scale = state.get("unlearn_scale", 1.0)  # older checkpoints have none
 
     def run(self) -> Path:
         """Train to the last step, save, evaluate; returns the folder of the final weights."""
+        try:
+            return self._run()
+        finally:
+            self.logger.close()
+
+    def _run(self) -> Path:
         settings, title = self.config.training, f"{self.config.name} seed {self.config.training.seed}"
         if self.step == 0 and not self._evaluated("full", "quick"):
             self._evaluate_start()
         with self._training_bar(title) as bar, _stop_signals() as stop:
             while not self.done:
-                self._one_step(bar)
+                alarm = self._heed(self._one_step(bar))
                 due = settings.checkpoint_every and self.step % settings.checkpoint_every == 0
-                if due or stop.is_set() or self.done:
+                if due or stop.is_set() or alarm or self.done:
                     self._save()
                 if stop.is_set():
                     raise Interrupted(f"stopped after step {self.step}; go on with: {self._resume_command()}")
+                if alarm and not self.done:
+                    raise Interrupted(self._stop_line(alarm))
         final, finished = self.log.folder / "final", self._evaluated("full")
         if not finished or not final.exists():
             checkpoint.save_final(final, self.model, self.tokenizer)
@@ -94,7 +107,25 @@ class Trainer:
         folder = shlex.quote(str(self.log.folder))
         return f"eepo train {shlex.quote(str(self.log.folder / 'recipe.toml'))} --out {folder} --resume"
 
-    def _one_step(self, bar: Bar) -> None:
+    def _stop_line(self, event: Event) -> str:
+        return (
+            f"stopped after step {self.step} by an alarm: {event.alarm}; {ADVICE[event.alarm.name]}; "
+            f"go on as it is with: {self._resume_command()} --set alarm.action=warn"
+        )
+
+    def _heed(self, row: dict[str, Any]) -> Event | None:
+        """Say which alarms start or end with this step, and act on them; returns one that asks for a stop."""
+        events = self.guard.events(row)
+        for event in events:
+            self.progress.say(event.line())
+            self.log.append(ALARMS, event.row())
+        actions = {event.action: event for event in events}
+        if "halve_unlearn_lr" in actions:
+            self.algorithm.unlearn_scale /= 2
+        return actions.get("stop")
+
+    def _one_step(self, bar: Bar) -> dict[str, Any]:
+        """Returns its line of metrics."""
         prompts = self.task.training_prompts(self.num_prompts_seen, self.config.training.prompts_per_step)
         metrics = StepMetrics(self.algorithm.policy.device)
         options = self.config.algorithm
@@ -106,6 +137,7 @@ class Trainer:
         row = {"step": self.step} | metrics.result()
         self.seconds += row["seconds/total"]
         self.log.append(METRICS, row)
+        self.logger.log(self.step, metric_scalars(row))
         self.log.append(COMPLETIONS, *_completion_rows(self.step, rollout, self.config.training.log_completions))
         bar.advance(
             self._along() - bar.done,
@@ -114,6 +146,7 @@ class Trainer:
         every = self.config.evaluation.every
         if every and self.step % every == 0 and not self.done:
             self._quick_look()
+        return row
 
     def _evaluate_start(self) -> None:
         if self.config.evaluation.start:
@@ -143,6 +176,8 @@ class Trainer:
                 )
                 rows.append({"step": self.step, "kind": kind, "set": name} | result.row(with_problems=kind == "full"))
         self.log.append(EVALUATIONS, *rows)
+        for row in rows:
+            self.logger.log(self.step, evaluation_scalars(row))
 
     @contextmanager
     def _evaluation_bar(self, kind: str, sets: dict[str, list[Prompt]]) -> Iterator[Bar | None]:
@@ -163,6 +198,7 @@ class Trainer:
             "num_prompts_seen": self.num_prompts_seen,
             "gate_history": self.algorithm.gate_history,
             "auto_lr": self.algorithm.auto_lr,
+            "unlearn_scale": self.algorithm.unlearn_scale,
         }
         checkpoint.save(self.checkpoints, self.step, self.model, self.tokenizer, self.algorithm.optimizer, state)
         checkpoint.prune(self.checkpoints, self.config.training.keep_checkpoints)
