@@ -185,3 +185,10 @@ def test_a_function_that_is_not_there_is_said_so(pool: Pool) -> None:
 def test_grading_processes_import_no_torch() -> None:
     code = "import sys, eepo.rewards.math, eepo.rewards.worker; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_a_grading_process_says_nothing_of_its_own(pool: Pool, capfd: pytest.CaptureFixture[str]) -> None:
+    reward = PooledReward("eepo.rewards.math:judge", RewardConfig(num_workers=1))
+    reward.grade([Prompt("", "", (), "1")], ["1"])
+    reward.close()
+    assert capfd.readouterr() == ("", "")

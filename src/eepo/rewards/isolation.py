@@ -20,11 +20,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from eepo.config import RewardConfig
-from eepo.rewards.worker import IDLE
 from eepo.types import Prompt, UserError, Verdict
 
 MAX_TEXT = 100_000  # characters of a completion that are read, from its end: the answer stands there
 MAX_WORKERS = 8  # by default
+IDLE = 0  # the number of no item: a child that waits for one
 BLOCKED_SECONDS = 60.0  # of wall-clock without an answer, beyond 20 times the CPU limit: it waits for nothing
 
 

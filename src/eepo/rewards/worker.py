@@ -20,10 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from eepo.rewards.isolation import IDLE
 from eepo.types import Verdict
 
 OUT_OF_MEMORY = 3  # exit code of a child that ran into its limit
-IDLE = 0  # no item is being graded
 MAX_WORDS = 300  # characters of a reason or an answer that travel: a line fits into one atomic write to a pipe
 
 
