@@ -192,7 +192,13 @@ def _both_signs(part: str) -> list[str]:
 def _match_in_order(one: list[str], other: list[str], depth: int) -> bool:
     if len(one) != len(other) or len(one) > MAX_PARTS:
         return False
-    return all(_same(left, right, depth + 1) for left, right in zip(one, other, strict=True))
+    return all(_same_element(left, right, depth) for left, right in zip(one, other, strict=True))
+
+
+def _same_element(one: str, other: str, depth: int) -> bool:
+    r"""Braces around a whole answer do not count, but a set is another element than what it holds."""
+    sets = [inner is not None and inner[0] == r"\{\}" for inner in (brackets(one), brackets(other))]
+    return sets[0] == sets[1] and bool(_same(one, other, depth + 1))
 
 
 def _match_any_order(one: list[str], other: list[str], depth: int) -> bool:
@@ -201,7 +207,7 @@ def _match_any_order(one: list[str], other: list[str], depth: int) -> bool:
         return False
     left = list(other)
     for element in one:
-        partner = next((place for place, rival in enumerate(left) if _same(element, rival, depth + 1)), None)
+        partner = next((place for place, rival in enumerate(left) if _same_element(element, rival, depth)), None)
         if partner is None:
             return False
         del left[partner]
@@ -279,7 +285,7 @@ def _is_words(text: str) -> bool:
     bare = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
     if r"\text" in text:
         return bool(re.fullmatch(r"[\s().,:;'A-Za-z0-9-]*[A-Za-z][\s().,:;'A-Za-z0-9-]*", bare))
-    return bool(re.fullmatch(r"[A-Za-z'., ]*[A-Za-z]{3}[A-Za-z'., ]*|\(?[A-Z]\)?", bare))
+    return bool(re.fullmatch(r"[A-Za-z'., ]*[A-Za-z]{3}[A-Za-z'., ]*|[Nn]o|\(?[A-Z]\)?", bare))
 
 
 def _letters(text: str) -> str:

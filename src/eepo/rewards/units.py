@@ -72,6 +72,7 @@ _BARE_WORDS = "|".join(sorted((word for word in _KNOWN if len(word) > 1 and word
 _SAYS_MORE = re.compile(
     r"\b(?:or|and|not|no|times|plus|minus|over|is|are|was|if|than|hundred|thousand|million|billion|dozen|half|to)\b"
 )
+_OVER = re.compile(r"\\text\{([^{}^]*[A-Za-z])[ .]+([A-Za-z]+)\s*\^\s*\{\s*-\s*([123])\s*\}\s*\}")
 _ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
 _AFTER = re.compile(
     r"\\text\{(?P<words>[^{}]{1,60})\}\s*(?:\^\s*\{?(?P<power>[23])\}?)?"
@@ -85,7 +86,7 @@ _AFTER = re.compile(
 
 def split_unit(text: str) -> tuple[str, str | None]:
     r"""The number and its unit: ("15", "cm^2"), ("50", "%"), or the text as it is and None."""
-    stripped = text.strip()
+    stripped = _OVER.sub(_slash, text.strip())
     dollars = re.match(r"([-+]?)\s*\\\$\s*", stripped)
     if dollars:
         return dollars[1] + stripped[dollars.end() :], "$"
@@ -95,6 +96,12 @@ def split_unit(text: str) -> tuple[str, str | None]:
             angle = unit.startswith("deg") and _ANGLE.search(body)  # the degrees of sin 60° are not those of its value
             return (text, None) if angle else (body, unit)
     return text, None
+
+
+def _slash(match: re.Match[str]) -> str:
+    """m s^{-2} is m/s^2."""
+    power = "" if match[3] == "1" else f"^{match[3]}"
+    return rf"\text{{{match[1]}/{match[2]}{power}}}"
 
 
 def conflict(one: str | None, other: str | None) -> bool:
