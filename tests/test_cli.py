@@ -22,7 +22,7 @@ TINY = (
     "algorithm.group_size=4", "algorithm.max_new_tokens=12", "task.num_evaluation=2", "evaluation.num_samples=2",
     "evaluation.every=0",
 )  # fmt: skip
-COMMANDS = ("demo", "warmup", "train", "compare", "report", "grade", "eval", "table", "doctor")
+COMMANDS = ("demo", "warmup", "train", "compare", "report", "grade", "eval", "table", "doctor", "watch")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -81,6 +81,7 @@ def test_help_names_every_command() -> None:
         ("eval", ["MODEL", "--benchmarks", "--data-dir", "--samples", "--temperature", "--out"]),
         ("table", ["FOLDER", "--out"]),
         ("doctor", ["RECIPE", "--set", "--samples"]),
+        ("watch", ["RUNS", "--port", "--interval"]),
     ],
 )
 def test_help_of_a_command_names_its_arguments(command: str, arguments: list[str]) -> None:

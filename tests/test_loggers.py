@@ -16,7 +16,16 @@ from rich.console import Console
 from eepo import loggers, recipe
 from eepo.assemble import build_trainer
 from eepo.config import LoggingConfig, RunConfig
-from eepo.loggers import Careful, NoLogger, build_logger, check_logger, evaluation_scalars, metric_scalars, run_id
+from eepo.loggers import (
+    Careful,
+    NoLogger,
+    build_logger,
+    check_logger,
+    evaluation_scalars,
+    metric_scalars,
+    run_id,
+    run_name,
+)
 from eepo.progress import Progress
 from eepo.runlog import EVALUATIONS, METRICS, read_lines
 from eepo.types import UserError
@@ -98,6 +107,19 @@ def test_a_missing_package_is_one_line_before_anything_else(
     assert f'pip install "eepo[{to}]"' in line
     assert len(line.splitlines()) == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_of_a_packages_name_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "records_of_a_logger").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(loggers.PACKAGES, "wandb", "records_of_a_logger")
+    with pytest.raises(UserError, match="not installed"):
+        check_logger(LoggingConfig(to="wandb"))
+
+
+def test_runs_of_a_comparison_have_names_of_their_own() -> None:
+    assert run_name(Path("runs/mine")) == "mine"
+    assert run_name(Path("runs/grpo/seed-1")) == "grpo-seed-1"
 
 
 def test_an_unknown_logger_is_refused_with_those_allowed() -> None:

@@ -63,7 +63,7 @@ class WandB:
         wandb = importlib.import_module("wandb")
         self.run = wandb.init(
             project=config.project,
-            name=folder.resolve().name,
+            name=run_name(folder),
             id=run_id(folder),
             resume="allow",
             dir=str(folder),
@@ -83,7 +83,7 @@ class Trackio:
 
     def __init__(self, config: LoggingConfig, folder: Path, recipe: dict[str, Any]) -> None:
         self.trackio = importlib.import_module("trackio")
-        name = f"{folder.resolve().name}-{run_id(folder)[:6]}"
+        name = f"{run_name(folder)}-{run_id(folder)[:6]}"
         self.trackio.init(project=config.project, name=name, resume="allow", config=recipe, embed=False)
 
     def log(self, step: int, scalars: dict[str, float]) -> None:
@@ -119,7 +119,10 @@ class Careful:
 
 def check_logger(config: LoggingConfig) -> None:
     """Before a model is loaded: is the package there?"""
-    if config.to != "none" and find_spec(PACKAGES[config.to]) is None:
+    if config.to == "none":
+        return
+    found = find_spec(PACKAGES[config.to])
+    if found is None or found.origin is None:  # without origin: a folder of that name, such as wandb's own records
         raise UserError(
             f'logging.to = "{config.to}" needs a package that is not installed: pip install "eepo[{config.to}]"'
         )
@@ -141,6 +144,12 @@ def _build(config: LoggingConfig, folder: Path, step: int, recipe: dict[str, Any
     if config.to == "tensorboard":
         return TensorBoard(folder, step)
     return (WandB if config.to == "wandb" else Trackio)(config, folder, recipe)
+
+
+def run_name(folder: Path) -> str:
+    """That of its folder; a comparison's are all called seed-N, so the method's goes before it."""
+    folder = folder.resolve()
+    return f"{folder.parent.name}-{folder.name}" if folder.name.startswith("seed-") else folder.name
 
 
 def run_id(folder: Path) -> str:
