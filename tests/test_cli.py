@@ -22,7 +22,7 @@ TINY = (
     "algorithm.group_size=4", "algorithm.max_new_tokens=12", "task.num_evaluation=2", "evaluation.num_samples=2",
     "evaluation.every=0",
 )  # fmt: skip
-COMMANDS = ("demo", "warmup", "train", "compare", "report", "grade", "eval", "table", "doctor", "watch")
+COMMANDS = ("demo", "warmup", "train", "compare", "report", "grade", "eval", "table", "doctor", "sweep", "hyper", "watch")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -75,7 +75,9 @@ def test_help_names_every_command() -> None:
         ("demo", ["--out", "--seeds", "--set"]),
         ("warmup", ["RECIPE", "--out", "--set", "--resume"]),
         ("train", ["RECIPE", "--out", "--set", "--resume"]),
-        ("compare", ["RECIPES", "--out", "--seeds", "--set"]),
+        ("compare", ["RECIPES", "--out", "--seeds", "--set", "--equal-time"]),
+        ("sweep", ["RECIPE", "--grid", "--out", "--seeds", "--set", "--jobs", "--measure", "--line"]),
+        ("hyper", ["SWEEPS", "--out", "--measure", "--line"]),
         ("report", ["RUNS", "--out"]),
         ("grade", ["FILE", "--out", "--reward", "--workers"]),
         ("eval", ["MODEL", "--benchmarks", "--data-dir", "--samples", "--temperature", "--out"]),
