@@ -18,7 +18,7 @@ from rich.console import Console
 from eepo import recipe
 from eepo.progress import Progress
 from eepo.runlog import METRICS, read_lines
-from eepo.sweep import Sweep, parse_grid, plan, run_sweep
+from eepo.sweep import Sweep, default_jobs, job_environment, num_cores, parse_grid, plan, run_sweep
 from eepo.types import UserError
 
 TINY = (
@@ -141,6 +141,16 @@ def test_the_recipe_of_a_point_reads_back_as_that_point(tmp_path: Path) -> None:
         file = tmp_path / "recipes" / "point.toml"
         file.write_text(point.recipe_text())
         assert recipe.load_run(file, ["training.seed=5"]) == point.run_config(5)
+
+
+def test_runs_share_the_cores_and_a_gpu_takes_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert default_jobs(planned(tmp_path, "model.device=cpu")) == max(1, num_cores() // 2)
+    assert default_jobs(planned(tmp_path, "model.device=cpu,cuda:0")) == 1
+    assert job_environment(1)["OMP_NUM_THREADS"] == str(num_cores())
+    assert job_environment(4 * num_cores())["OMP_NUM_THREADS"] == "1"
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert job_environment(1)["OMP_NUM_THREADS"] == "7"
 
 
 # --- for real ---------------------------------------------------------------------------------------------------------

@@ -119,12 +119,14 @@ def sweep(
     line: Line = None,
 ) -> None:
     """Train a recipe over a grid of knobs and seeds, several at a time. Stopped, it goes on with the same command."""
-    from eepo.reports.sweep import check_measure, read_method
+    from eepo.reports.sweep import check_measure, make_scale, read_method
     from eepo.sweep import plan, run_sweep
 
     planned = plan(recipe, overrides or (), grid, seeds, out)
     check_measure(measure, planned.base.evaluation.num_samples)
     lines = [run for folder in line or () for run in read_method(folder)]
+    if lines:
+        make_scale(lines, measure, on)  # a line that cannot be drawn is a mistake to know of now
     progress = Progress()
     failed = run_sweep(planned, jobs, progress)
     _swept(out, lines, measure, on, progress)

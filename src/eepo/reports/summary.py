@@ -154,7 +154,7 @@ def _differences(pairs: Sequence[tuple[Run, Run]], name: str, measure: str) -> l
 
 
 def _difference_text(measure: str, differences: Sequence[float]) -> str:
-    scale, form, unit = (1, "{:+.2f}", "") if measure == "distinct" else (100, "{:+.1f}", " points")
+    scale, form, unit = (1, "{:+z.2f}", "") if measure == "distinct" else (100, "{:+z.1f}", " points")
     text = f"{_label(measure)} {form.format(scale * sum(differences) / len(differences))}{unit}"
     if _is_constant(differences):
         return f"{text} (the same in every seed, so its spread is unknown)"
