@@ -54,6 +54,7 @@ def test_a_healthy_run_raises_none() -> None:
         ({"stage1__truncated_share": 0.7, "stage2__truncated_share": 0.9}, "truncated_share_above", 0.7, 1, False),
         ({"zero_advantage_share": 0.96}, "zero_advantage_share_above", 0.96, None, False),
         ({"stage2__reward": 0.0}, "dead_stage_above", 0.5, 2, True),
+        ({"stage2__reward": 0.024}, "dead_stage_above", 0.5, 2, True),
         ({"stage1__reward": 0.0}, "dead_stage_above", 0.4, 1, False),
     ],
 )
@@ -79,7 +80,8 @@ def test_a_bound_broken_for_as_long_as_patience_lasts(
         {"stage2__truncated_share": 0.5},
         {"zero_advantage_share": 0.95},
         {"stage1__reward": 0.0, "stage2__reward": 0.0},  # nothing solved yet: no stage is worse than the other
-        {"stage1__reward": 0.02, "stage2__reward": 0.0},  # chance, where hardly anything is solved
+        {"stage1__reward": 0.049, "stage2__reward": 0.0},  # chance, where hardly anything is solved
+        {"stage1__reward": 0.5, "stage2__reward": 0.026},
         {"stage1__entropy": float("nan")},
     ],
 )

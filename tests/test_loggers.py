@@ -209,6 +209,16 @@ def test_a_log_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
     assert len(str(caught.value).splitlines()) == 1
 
 
+@needs("tensorboard")
+def test_a_run_whose_log_cannot_be_opened_has_not_begun(tmp_path: Path) -> None:
+    (tmp_path / "tensorboard").write_text("in the way")
+    with pytest.raises(UserError, match="cannot be opened"):
+        run(tiny("tensorboard"), tmp_path)
+    (tmp_path / "tensorboard").unlink()
+    run(tiny("tensorboard", 1), tmp_path)  # without resume
+    assert len(list(read_lines(tmp_path / METRICS))) == 1
+
+
 @needs("wandb")
 def test_wandb_offline_keeps_one_run_across_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -18,13 +18,14 @@ from eepo.runlog import ALARMS, METRICS, read_lines
 
 Row = dict[str, Any]
 
+DEAD = 0.05  # of what the best stage earns; exactly nothing is rare, since a noisy stage still has some luck
 SMALLER_STEP = "a lower unlearn_lr or unlearn_kl_target makes later stages stray less"
 SAID = {
     "entropy_below": "the policy's entropy is {value:.3g}",
     "entropy_above": "the entropy of stage {stage} is {value:.3g}",
     "truncated_share_above": "of stage {stage}'s completions {value:.3g} are cut off",
     "zero_advantage_share_above": "of the groups {value:.3g} have rewards that are all equal",
-    "dead_stage_above": "stage {stage} earns nothing while another earns {value:.3g}",
+    "dead_stage_above": "stage {stage} earns next to nothing while another earns {value:.3g}",
 }
 ADVICE = {
     "entropy_below": "the policy repeats itself: a larger entropy_coef, clip_high or unlearn_lr keeps it exploring",
@@ -49,7 +50,7 @@ class Alarm:
 
 
 def alarms(rows: Sequence[Row], config: AlarmConfig) -> list[Alarm]:
-    """The bounds that all of the last `patience` rows broke; values are those of the last row."""
+    """The bounds that the last `patience` rows broke: each of them, or for rewards their mean."""
     if len(rows) < config.patience:
         return []
     window = rows[-config.patience :]
@@ -89,17 +90,14 @@ def _no_advantage(window: Sequence[Row], bound: Any) -> Alarm | None:
 
 
 def _dead_stage(window: Sequence[Row], bound: Any) -> Alarm | None:
-    """A stage that earned nothing in the whole window, while another's mean there is over the bound."""
-    if bound == "off":
+    """A stage that earned hardly anything over the window, while another's mean there is over the bound."""
+    stages = _stages(window[-1])
+    means = {stage: sum(row.get(f"stage{stage}/reward", 0.0) for row in window) / len(window) for stage in stages}
+    best = max(means.values(), default=0.0)
+    if bound == "off" or not best > bound:
         return None
-    means = {
-        stage: sum(row.get(f"stage{stage}/reward", 0.0) for row in window) / len(window)
-        for stage in _stages(window[-1])
-    }
-    for stage in means:
-        if max(means.values()) > bound and all(row.get(f"stage{stage}/reward") == 0 for row in window):
-            return Alarm("dead_stage_above", max(means.values()), bound, stage, over_exploring=stage > 1)
-    return None
+    dead = [stage for stage in stages if means[stage] < DEAD * best]
+    return Alarm("dead_stage_above", best, bound, dead[0], over_exploring=dead[0] > 1) if dead else None
 
 
 def _stages(row: Row) -> list[int]:

@@ -81,9 +81,9 @@ def build_trainer(config: RunConfig, out: Path, resume: bool, progress: Progress
         max_grad_norm=config.training.max_grad_norm,
     )
     task = _task(config.task, tokenizer, config.training.seed, progress)
-    log = open_log(config, out, start, device)
     done = checkpoint.step_of(start) if start else 0
     logger = build_logger(config.logging, out, done, dataclasses.asdict(config), progress)
+    log = open_log(config, out, start, device)
     trainer = Trainer(config, algorithm, task, tokenizer, log, progress, Guard(config.alarm, out), logger)
     if start:
         trainer.restore(start)

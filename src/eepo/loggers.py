@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from eepo.config import LoggingConfig
 from eepo.progress import Progress
-from eepo.runlog import write_whole
+from eepo.runlog import RunLog, write_whole
 from eepo.types import UserError
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
@@ -129,10 +129,11 @@ def check_logger(config: LoggingConfig) -> None:
 
 
 def build_logger(config: LoggingConfig, folder: Path, step: int, recipe: dict[str, Any], progress: Progress) -> Logger:
-    """Ready to log what comes after `step`. A service that refuses is an error now, not in the middle of a run."""
+    """Ready to log what comes after `step`. A service that refuses is an error now, before a run has begun."""
     if config.to == "none":
         return NoLogger()
     check_logger(config)
+    RunLog(folder)  # makes it
     try:
         return Careful(_build(config, folder, step, recipe), config.to, progress)
     except Exception as error:
