@@ -60,7 +60,8 @@ class Probe:
             return self._last[2]
         moved = {name: w - lr * gradient[name] if name in gradient else w for name, w in self.policy.named_weights()}
         loss_before = loss_after = kl_sum = 0.0
-        num_tokens, logprobs_after = 0, {}
+        num_tokens = 0
+        logprobs_after: dict[int, float] = {}
         for batch, scores, before in self.before:
             after = self.policy.score(batch, self.temperature, moved)
             gap = torch.where(batch.mask, after.logprobs - scores.logprobs, 0.0).double()

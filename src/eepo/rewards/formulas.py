@@ -91,7 +91,7 @@ def parsed(text: str) -> Any:
 
 
 def _with_real_variables(formula: Any) -> Any:
-    symbols = getattr(formula, "free_symbols", set())
+    symbols: set[Symbol] = getattr(formula, "free_symbols", set())
     return formula.xreplace({old: I if old.name == "i" else Symbol(old.name, real=True) for old in symbols})
 
 
