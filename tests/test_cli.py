@@ -22,7 +22,9 @@ TINY = (
     "algorithm.group_size=4", "algorithm.max_new_tokens=12", "task.num_evaluation=2", "evaluation.num_samples=2",
     "evaluation.every=0",
 )  # fmt: skip
-COMMANDS = ("demo", "warmup", "train", "compare", "report", "grade", "eval", "table", "doctor", "sweep", "hyper", "watch")
+COMMANDS = (
+    "demo", "warmup", "train", "compare", "report", "grade", "eval", "table", "doctor", "sweep", "hyper", "watch",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True, scope="module")
