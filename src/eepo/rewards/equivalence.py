@@ -34,7 +34,7 @@ _NAME = re.compile(
     r"|[a-z]\^\{-1\}\([a-z]\)|\([A-Za-z](?:_\w)?(?:, ?[A-Za-z](?:_\w)?){1,4}\)"
 )
 _MATRIX = re.compile(r"\\begin\{(?:[pbB]|small)?(?:matrix|array)\}(?:\{[lcr|]+\})?(.*)\\end\{\w+\}", re.DOTALL)
-_LABEL = re.compile(r"\\text\{\s*\(?([A-E])\)?[.:]?\s*\}\s*(?=[^\s_^])")
+_LABEL = re.compile(r"\\text\{\s*\(?([A-E])\)?[.:]?\s*\}\s*(?=[^\s_^+*/=<>-]|-\d)")
 
 
 def same_answer(gold: str, answer: str) -> str | None:
