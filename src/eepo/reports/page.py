@@ -57,6 +57,8 @@ article p { margin: 0 0 .25rem; } article.right { border-color: #009e73; } artic
 pre.prompt { background: none; color: var(--soft); max-height: 7.5rem; overflow-y: auto; }
 """
 
+MOST_ALARMS = 50  # lines
+
 POLICY = (
     f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; {script_policy()}; "
     "base-uri 'none'; form-action 'none'"
@@ -101,7 +103,7 @@ def page(runs: Sequence[Run], drawn: Sequence[tuple[Picture, float, bytes]]) -> 
 <ul>
 {sentences}
 </ul>
-<h2>At the end of training</h2>
+{_alarms(runs)}<h2>At the end of training</h2>
 {html_table(comparison_rows(runs))}
 <h2>Figures</h2>
 {figures or "<p>The runs have no data for figures yet.</p>"}
@@ -142,6 +144,20 @@ def _counts(runs: Sequence[Run]) -> str:
         for name, seeds in by_method(runs).items()
     ]
     return ". ".join(methods) + "."
+
+
+def _alarms(runs: Sequence[Run]) -> str:
+    """One line for each time an alarm began or ended; nothing if all was quiet."""
+    verbs = {"on": "began", "still": "went on", "off": "ended"}
+    lines = [
+        f"{run.name} seed {run.seed}: {row.get('alarm')} {verbs.get(str(row.get('state')), 'was said')} at step "
+        f"{row.get('step')} (value {row.get('value')}, bound {row.get('bound')}, action {row.get('action')})"
+        for run in runs
+        for row in run.alarms
+    ]
+    items = "".join(f"<li>{escape(line)}</li>\n" for line in lines[:MOST_ALARMS])
+    more = f"<li>and {len(lines) - MOST_ALARMS} more</li>\n" if len(lines) > MOST_ALARMS else ""
+    return f"<h2>Alarms</h2>\n<ul>\n{items}{more}</ul>\n" if lines else ""
 
 
 def _figure(picture: Picture, width: float, svg: bytes, band: str) -> str:

@@ -30,6 +30,7 @@ class Run:
     environment: dict[str, Any]
     metrics: list[Row]
     evaluations: list[Row]
+    alarms: list[Row]  # what the collapse alarm said, as it began and as it ended
     completions: list[Row]  # of steps spread over the run
     num_logged: int  # completions in the file they are from
 
@@ -85,6 +86,7 @@ def read_run(folder: Path | str) -> Run:
         environment=_read_environment(folder / "environment.json"),
         metrics=list(_read_rows(folder / "metrics.jsonl")),
         evaluations=list(_read_rows(folder / "evaluations.jsonl")),
+        alarms=list(_read_rows(folder / "alarms.jsonl")),
         completions=completions,
         num_logged=logged.number,
     )
