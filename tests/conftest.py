@@ -8,7 +8,7 @@ import eepo  # noqa: F401  (before torch: it settles how torch's threads wait, o
 import copy
 import hashlib
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -74,6 +74,15 @@ def new_model(tokenizer: Any) -> Callable[..., Any]:
         return model
 
     return build
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For modules that train: faster on models this small, and the same sums in every process."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -6,12 +6,10 @@ import dataclasses
 import io
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 
 from eepo import checkpoint, recipe
@@ -171,12 +169,7 @@ def test_standing_alarms_are_those_last_said_to_be_on() -> None:
 # --- in a run ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def tiny(**sections: dict[str, Any]) -> RunConfig:

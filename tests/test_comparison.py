@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 
 from eepo import checkpoint, recipe
@@ -21,13 +19,7 @@ from eepo.runlog import COMPLETIONS, EVALUATIONS, METRICS, read_lines
 from eepo.trainer import Trainer, is_finished, trained_seconds
 from eepo.types import UserError
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def tiny(name: str, num_stages: int, seed: int = 3, num_steps: int = 2) -> RunConfig:
