@@ -11,7 +11,7 @@ import pytest
 from eepo.tasks.benchmarks import BENCHMARKS, load_benchmark
 from eepo.types import UserError
 
-DATA = Path(os.environ.get("EEPO_DATA_DIR") or Path(__file__).parents[3] / "shared" / "data")
+DATA = Path(os.environ.get("EEPO_DATA_DIR") or "no-such-folder")
 SIZES = {
     "minerva_math": 272,
     "olympiadbench": 675,
