@@ -9,7 +9,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from eepo.rollout.transformers import TransformersEngine, tokens_with
+from eepo.rollout.stopping import tokens_with
+from eepo.rollout.transformers import TransformersEngine
 from eepo.types import Completion, Prompt, Sampling, UserError
 
 WORDS = ["<eos>", "a", "b", "7", "Ċ", "ĊĊ", "aĊ", "Ġ"]  # as byte-level vocabularies write them: Ċ is a new line

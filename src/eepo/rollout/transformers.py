@@ -16,7 +16,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from eepo.rollout.randomness import row_key, uniforms
-from eepo.types import Completion, Prompt, Sampling, UserError
+from eepo.rollout.stopping import end_tokens
+from eepo.types import Completion, Prompt, Sampling
 
 COMPACT_BELOW = 0.75  # rows are copied together once fewer than this share of them still run
 
@@ -31,8 +32,7 @@ class TransformersEngine:
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         self._weights = dict(model.named_parameters())
-        ends = _eos_token_ids(model, tokenizer) + tokens_with(stop, tokenizer)
-        self._eos = torch.tensor(ends, device=self.device)
+        self._eos = torch.tensor(end_tokens(model, tokenizer, stop), device=self.device)
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -238,23 +238,3 @@ def _growing_cache(config: Any) -> DynamicCache:
     if not cache.layers:
         cache.layer_class_to_replicate = _GrowingLayer
     return cache
-
-
-def tokens_with(stop: str, tokenizer: Any) -> list[int]:
-    """Every token whose text holds `stop`; a text that no single token holds is refused, as it would never stop."""
-    if not stop:
-        return []
-    found = [token for token in range(len(tokenizer)) if stop in tokenizer.decode([token])]
-    if not found:
-        raise UserError(f"rollout.stop = {stop!r}: no token of the model's vocabulary holds this text")
-    return found
-
-
-def _eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Whatever the model or its tokenizer calls an end."""
-    configured = model.generation_config.eos_token_id
-    ends = [*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id]
-    found = sorted({end for end in ends if end is not None})
-    if not found:
-        raise UserError("model: neither its generation config nor its tokenizer names an end-of-sequence token")
-    return found
