@@ -224,3 +224,22 @@ def test_other_weights_are_refused_where_gradients_are_on(demo_copy: Any) -> Non
     policy = Policy(demo_copy)
     with pytest.raises(ValueError, match="no_grad"):
         policy.score(None, 1.0, dict(policy.named_weights()))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_reference_with_bf16_matrices_scores_as_fp32_weights_do_under_autocast(
+    family: str, new_model: Any, ragged_pairs: Any
+) -> None:
+    model, pairs = new_model(family), ragged_pairs(6)
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            weight.data = weight.data.bfloat16().float()  # as if it had been published in bf16
+    held = Policy(copy.deepcopy(model), 60, 7, torch.bfloat16)
+    whole = Policy(model, 60, 7)
+    whole._autocast = True  # as on a GPU
+    assert {weight.dtype for weight in held.model.parameters() if weight.ndim > 1} == {torch.bfloat16}
+    assert {weight.dtype for weight in held.model.parameters() if weight.ndim == 1} == {torch.float32}
+    with torch.no_grad():
+        for ours, theirs in zip(scored_rows(held, pairs, 1.0), scored_rows(whole, pairs, 1.0), strict=True):
+            for column, other in zip(ours, theirs, strict=True):
+                assert torch.equal(column, other)

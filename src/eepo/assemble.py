@@ -72,7 +72,7 @@ def build_trainer(config: RunConfig, out: Path, resume: bool, progress: Progress
     policy = _policy(model, config.model)
     algorithm = EEPO(
         policy=policy,
-        reference=_policy(reference.requires_grad_(False), config.model) if config.algorithm.kl_coef > 0 else None,
+        reference=_reference(reference, config.model) if config.algorithm.kl_coef > 0 else None,
         engine=_engine(model, tokenizer, config.rollout),
         reward=build_reward(config.reward, config.task),
         optimizer=_adamw(model, config.training.learning_rate, config.training.weight_decay),
@@ -253,6 +253,12 @@ def _at(config: ModelConfig, folder: Path) -> ModelConfig:
 
 def _policy(model: Any, config: ModelConfig) -> Policy:
     return Policy(model, config.micro_batch_tokens, config.head_tokens)
+
+
+def _reference(model: Any, config: ModelConfig) -> Policy:
+    """Only read, and on a GPU only in bf16: so it is held in that."""
+    dtype = torch.bfloat16 if model.device.type == "cuda" else None
+    return Policy(model.requires_grad_(False), config.micro_batch_tokens, config.head_tokens, dtype)
 
 
 def _engine(model: Any, tokenizer: Any, config: RolloutConfig) -> TransformersEngine:

@@ -28,14 +28,22 @@ class Scores:
 
 
 class Policy:
-    """A `transformers` causal model with fp32 weights. `score` is the one way to ask it anything."""
+    """A `transformers` causal model with fp32 weights. `score` is the one way to ask it anything.
 
-    def __init__(self, model: Any, micro_batch_tokens: int = 16384, head_tokens: int = 4096) -> None:
+    One that is never trained (a reference) may hold its matrices in `dtype`: see `_hold_matrices`.
+    """
+
+    def __init__(
+        self, model: Any, micro_batch_tokens: int = 16384, head_tokens: int = 4096, dtype: torch.dtype | None = None
+    ) -> None:
         self.model = model.float()
         self.micro_batch_tokens = micro_batch_tokens
         self._scorer = _Scorer(model, head_tokens)
         self.device = next(model.parameters()).device
         _check_head(self._scorer, self.device)
+        self._autocast = self.device.type == "cuda" or dtype is not None
+        if dtype is not None:
+            _hold_matrices(model, dtype)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight once (a tied head is its embedding), detached."""
@@ -58,7 +66,8 @@ class Policy:
         """
         if weights is not None and torch.is_grad_enabled():
             raise ValueError("score(weights=...) is for torch.no_grad(): its gradients would be those of θ's head")
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
+        cached = not self.model.is_gradient_checkpointing  # bf16 copies of all weights, for one pass: 2 bytes a weight
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast, cache_enabled=cached):
             if weights is None:
                 return self._scorer(batch, temperature, complements)
             named = {f"model.{name}": weight for name, weight in weights.items()}
@@ -135,6 +144,17 @@ class _Scorer(nn.Module):
             return columns
         others = logits.scatter(1, targets.unsqueeze(1), -torch.inf)
         return (*columns, others.logsumexp(-1) - logits.logsumexp(-1))
+
+
+def _hold_matrices(model: Any, dtype: torch.dtype) -> None:
+    """Keep what autocast would cast for every product in that type; norms and the residual stream stay in fp32.
+
+    So the scores do not change, but for the embedding's rounding: none, if the weights were published in `dtype`.
+    """
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            weight.data = weight.data.to(dtype)
+    model.get_input_embeddings().register_forward_hook(lambda _module, _inputs, output: output.float())
 
 
 @torch.no_grad()
