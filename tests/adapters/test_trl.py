@@ -1,0 +1,492 @@
+"""EEPO in TRL's trainer: real TRL, real generation, tiny models. What the adapter relies on is checked by name."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from eepo.types import Completion, Prompt, UserError
+
+pytest.importorskip("trl", reason="needs the extra: pip install 'eepo[trl]'")
+
+from datasets import Dataset
+from transformers import HfArgumentParser
+from trl import GRPOConfig, GRPOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
+
+from eepo.adapters import trl as adapter
+from eepo.adapters.trl import EEPOConfig, EEPOTrainer
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+
+GROUP = 4
+Build = Callable[..., Any]
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    """Rewards that differ within a group, and need no skill to earn."""
+    return [float(sum(map(ord, text)) % 5) for text in completions]
+
+
+@pytest.fixture
+def build(tmp_path: Path, sharp_model: Callable[[], Any], tokenizer: Any, demo_prompts: list[Prompt]) -> Build:
+    """A trainer on 8 prompts: EEPO's, or TRL's own for `eepo=False`. Two groups of 4 in each generation batch."""
+
+    def make(eepo: bool = True, model: Any = None, **settings: Any) -> Any:
+        extra = {name: settings.pop(name) for name in ("tools", "rollout_func", "peft_config") if name in settings}
+        data = Dataset.from_list([{"prompt": prompt.text} for prompt in demo_prompts[:8]])
+        defaults = {
+            "output_dir": str(tmp_path / "run"),
+            "per_device_train_batch_size": 2 * GROUP,
+            "per_device_eval_batch_size": 2 * GROUP,
+            "num_generations": GROUP,
+            "max_completion_length": 8,
+            "max_steps": 3,
+            "learning_rate": 1e-3,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "use_cpu": True,
+            "bf16": False,
+        }
+        args = (EEPOConfig if eepo else GRPOConfig)(**(defaults | settings))
+        return (EEPOTrainer if eepo else GRPOTrainer)(
+            model=sharp_model() if model is None else model,
+            reward_funcs=reward,
+            args=args,
+            train_dataset=data,
+            eval_dataset=data,
+            processing_class=tokenizer,
+            **extra,
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def sharp_model(new_model: Callable[..., Any]) -> Callable[[], Any]:
+    """The same tiny decoder every time; its head is scaled so that some tokens are certain and others are not."""
+
+    def make() -> Any:
+        model = new_model("llama", seed=3)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(4)
+        return model
+
+    return make
+
+
+def weights(trainer: Any) -> dict[str, Tensor]:
+    return {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
+
+
+class Watched:
+    """What a trainer's rollouts did: the weights each stage was sampled from, its rows, and TRL's scored batch."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.stages: list[tuple[dict[str, Tensor], tuple[Any, ...]]] = []
+        self.outputs: list[dict[str, Any]] = []
+        sample, score = trainer._sample, trainer._generate_and_score_completions
+
+        def watched_sample(prompts: list[Any]) -> Any:
+            rows = sample(prompts)
+            self.stages.append((weights(trainer), rows))
+            return rows
+
+        def watched_score(inputs: Any) -> Any:
+            self.outputs.append(score(inputs))
+            return self.outputs[-1]
+
+        trainer._sample, trainer._generate_and_score_completions = watched_sample, watched_score
+
+
+def trained(trainer: Any) -> Any:
+    """At once: a trainer seeds the random numbers when it is built."""
+    trainer.train()
+    return trainer
+
+
+def losses(trainer: Any) -> list[tuple[float, float]]:
+    return [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
+
+
+# --- gate = "never" is GRPO
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"num_iterations": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}]
+)
+def test_gate_never_is_grpo_bit_for_bit(build: Build, fingerprint: Any, settings: dict[str, Any]) -> None:
+    theirs = trained(build(eepo=False, **settings))
+    ours = trained(build(gate="never", **settings))
+    assert fingerprint(weights(ours)) == fingerprint(weights(theirs))
+    assert losses(ours) == losses(theirs)
+    assert fingerprint(weights(trained(build(gate="always", **settings)))) != fingerprint(weights(theirs))
+
+
+def test_an_odd_group_is_fine_where_there_are_no_stages(build: Build) -> None:
+    build(gate="never", num_generations=3, per_device_train_batch_size=3, max_steps=1).train()
+
+
+# --- θ and θ′
+
+
+@pytest.mark.parametrize("gate", ["token", "step", "always"])
+def test_theta_comes_back_bit_for_bit_and_stage_2_sees_other_weights(build: Build, fingerprint: Any, gate: str) -> None:
+    trainer = build(gate=gate, gate_threshold=1e9)
+    watched, before = Watched(trainer), []
+    generate = trainer._generate
+
+    def check(prompts: list[Any]) -> Any:
+        before.append(fingerprint(weights(trainer)))
+        rows = generate(prompts)
+        assert fingerprint(weights(trainer)) == before[-1]
+        return rows
+
+    trainer._generate = check
+    trainer.train()
+    assert len(set(before)) == len(before) == 3  # and the update did move it
+    sampled = [fingerprint(stage) for stage, _ in watched.stages]
+    assert sampled[0::2] == before
+    assert not set(sampled[1::2]) & set(before)
+
+
+def test_theta_comes_back_when_sampling_stage_2_fails(build: Build, fingerprint: Any) -> None:
+    trainer = build(gate="always")
+    before, sample = fingerprint(weights(trainer)), trainer._sample
+
+    def fail_in_stage_2(prompts: list[Any]) -> Any:
+        if fingerprint(weights(trainer)) != before:
+            raise RuntimeError("no more memory")
+        return sample(prompts)
+
+    trainer._sample = fail_in_stage_2
+    with pytest.raises(RuntimeError, match="no more memory"):
+        trainer.train()
+    assert fingerprint(weights(trainer)) == before
+
+
+def plain_loss(
+    model: Any, rows: tuple[Any, ...], scores_of: Any, gate: str, kind: str, threshold: float, temperature: float
+) -> Tensor:
+    """Mean over completions of (1 / T) Σ gated -log(1 - p), one row and one token at a time, in float64."""
+    total = torch.zeros((), dtype=torch.float64)
+    for prompt_ids, ids in zip(rows[0], rows[1], strict=True):
+        prompt, completion = Prompt("", "", tuple(prompt_ids)), Completion(tuple(ids), (), "", True)
+        scores = scores_of(model, prompt, completion, temperature)
+        for t in range(len(ids)):
+            window = scores.entropies[max(0, t - 2) : t + 1].mean()
+            if gate == "always" or window < threshold:
+                p = scores.logprobs[t].exp().clamp(max=1 - 0.02)
+                total = total + (scores.logprobs[t] if kind == "nll" else -torch.log(1 - p)) / len(ids)
+    return total / len(rows[1])
+
+
+@pytest.mark.parametrize(("gate", "kind", "rows_at_once"), [("token", "comp", 8), ("always", "nll", 2)])
+def test_theta_prime_is_one_plain_step_down_the_unlearning_loss(
+    build: Build, sharp_model: Any, plain_scores: Any, gate: str, kind: str, rows_at_once: int
+) -> None:
+    lr, threshold, temperature = 0.05, 0.4, 0.8
+    trainer = build(
+        gate=gate,
+        unlearn_loss=kind,
+        unlearn_lr=lr,
+        unlearn_eps=0.02,  # where 1 - p is smaller, fp32 has fewer digits of it than this test asks for
+        gate_threshold=threshold,
+        temperature=temperature,
+        per_device_train_batch_size=rows_at_once,
+        gradient_accumulation_steps=8 // rows_at_once,
+        max_steps=1,
+    )
+    watched = Watched(trainer)
+    trainer.train()
+    (theta, first), (theta_prime, _) = watched.stages
+    model = sharp_model().double()
+    plain_loss(model, first, plain_scores, gate, kind, threshold, temperature).backward()
+    for name, weight in model.named_parameters():
+        step = theta_prime[name].double() - theta[name].double()
+        torch.testing.assert_close(step, -lr * weight.grad, atol=2e-6, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
+    assert max(weight.grad.abs().max() for weight in model.parameters()) > 1e-3
+    if gate == "token":
+        assert 0.1 < trainer.state.log_history[0]["eepo/gated_share"] < 0.9
+
+
+def test_the_kl_it_reports_grows_with_the_step(build: Build) -> None:
+    gentle, strong = (
+        build(gate="always", unlearn_lr=1e-3, max_steps=1),
+        build(gate="always", unlearn_lr=3e-2, max_steps=1),
+    )
+    for trainer in (gentle, strong):
+        trainer.train()
+    kls = [trainer.state.log_history[0]["eepo/kl"] for trainer in (gentle, strong)]
+    assert 0 < 10 * kls[0] < kls[1]
+
+
+def test_a_shut_gate_leaves_theta_prime_theta(build: Build, fingerprint: Any) -> None:
+    for gate in ("token", "step"):
+        trainer = build(gate=gate, gate_threshold=0.0, max_steps=1)
+        watched = Watched(trainer)
+        trainer.train()
+        first, second = (fingerprint(stage) for stage, _ in watched.stages)
+        assert first == second
+        assert trainer.state.log_history[0]["eepo/gated_share"] == 0
+
+
+# --- rollout log-probabilities
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},  # TRL takes every ratio as 1 here
+        {"num_iterations": 2},  # and here asks for old log-probabilities
+        {"per_device_train_batch_size": 2, "steps_per_generation": 4, "gradient_accumulation_steps": 2},
+        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "temperature": 0.7},
+    ],
+)
+def test_old_logprobs_are_those_of_the_weights_that_sampled(
+    build: Build, sharp_model: Any, plain_scores: Any, settings: dict[str, Any]
+) -> None:
+    trainer = build(gate="always", unlearn_lr=0.05, max_steps=2, **settings)
+    watched = Watched(trainer)
+    trainer.train()
+    output = watched.outputs[0]
+    models = []
+    for stage, _ in watched.stages[:2]:
+        models.append(sharp_model())
+        models[-1].load_state_dict(stage, strict=False)
+    with torch.no_grad():
+        for row, (ids, mask) in enumerate(zip(output["completion_ids"], output["completion_mask"].bool(), strict=True)):
+            prompt = Prompt("", "", tuple(output["prompt_ids"][row][output["prompt_mask"][row].bool()].tolist()))
+            completion = Completion(tuple(ids[mask].tolist()), (), "", True)
+            assert list(completion.token_ids) == watched.stages[row % 2][1][1][row // 2]
+            under = [plain_scores(model, prompt, completion, trainer.temperature).logprobs for model in models]
+            old = output["old_per_token_logps"][row][mask].double()
+            torch.testing.assert_close(old, under[row % 2], atol=1e-4, rtol=1e-4)
+            assert (under[0] - under[1]).abs().max() > 1e-3
+            assert not output["old_per_token_logps"][row][~mask].any()
+
+
+def test_rows_keep_their_prompt_and_their_place_in_the_group(build: Build, tokenizer: Any) -> None:
+    trainer = build(gate="always", max_steps=1)
+    watched = Watched(trainer)
+    trainer.train()
+    prompts = [tuple(ids.tolist()) for ids in watched.outputs[0]["prompt_ids"]]
+    assert len(set(prompts)) == 2
+    assert prompts == [prompts[0]] * GROUP + [prompts[GROUP]] * GROUP
+    log = trainer.state.log_history[0]
+    texts = [tokenizer.batch_decode(rows[1], skip_special_tokens=True) for _, rows in watched.stages]
+    for stage in (0, 1):
+        expected = sum(reward(texts[stage])) / GROUP
+        assert log[f"eepo/stage{stage + 1}_reward"] == pytest.approx(expected)
+
+
+def test_truncated_completions_that_trl_masks_stay_out(build: Build) -> None:
+    trainer = build(gate="always", mask_truncated_completions=True, max_completion_length=3, num_iterations=2)
+    watched = Watched(trainer)
+    trainer.train()
+    for output in watched.outputs:
+        assert not output["old_per_token_logps"][output["completion_mask"] == 0].any()
+    assert all(weight.isfinite().all() for weight in weights(trainer).values())
+
+
+def test_an_update_under_way_keeps_its_gradients(build: Build, fingerprint: Any) -> None:
+    """Two rollouts in one optimizer step: the second comes when the first one's gradients are accumulated."""
+    trainer = build(gate="always", gradient_accumulation_steps=2, steps_per_generation=1, max_steps=2)
+    generate, held = trainer._generate, []
+
+    def check(prompts: list[Any]) -> Any:
+        before = {name: weight.grad for name, weight in trainer.model.named_parameters() if weight.grad is not None}
+        held.append(len(before))
+        digest = fingerprint(before)
+        rows = generate(prompts)
+        after = {name: weight.grad for name, weight in trainer.model.named_parameters() if weight.grad is not None}
+        assert fingerprint(after) == digest
+        return rows
+
+    trainer._generate = check
+    trainer.train()
+    assert held[0] == 0
+    assert held[1] > 0
+    assert len(held) == 4
+
+
+# --- evaluation, resuming
+
+
+def test_evaluation_is_one_stage_and_trls_own(build: Build, fingerprint: Any) -> None:
+    other = build(eepo=False).evaluate()
+    ours = build(gate="always")
+    before, watched = fingerprint(weights(ours)), Watched(ours)
+    mine = ours.evaluate()
+    clocks = {name for name in mine if name.endswith(("time", "per_second"))}
+    assert {name: mine[name] for name in mine.keys() - clocks} == {name: other[name] for name in other.keys() - clocks}
+    assert "eval_reward" in mine
+    assert watched.stages == []
+    assert ours.gate_history == []
+    assert fingerprint(weights(ours)) == before
+
+
+def test_resuming_keeps_the_gate_history_and_equals_never_stopping(build: Build, fingerprint: Any) -> None:
+    settings = {
+        "gate": "step",
+        "gate_threshold": 1e9,
+        "gate_window": 3,
+        "max_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
+    whole = build(**settings)
+    whole.train()
+    resumed = build(**settings)
+    resumed.train(resume_from_checkpoint=f"{resumed.args.output_dir}/checkpoint-2")
+    assert len(resumed.gate_history) == 3
+    assert resumed.gate_history == whole.gate_history
+    assert fingerprint(weights(resumed)) == fingerprint(weights(whole))
+
+
+def test_a_checkpoint_of_grpo_can_be_gone_on_with(build: Build) -> None:
+    settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    build(eepo=False, **settings).train()
+    trainer = build(gate="step", **settings)
+    trainer.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-1")
+    assert len(trainer.gate_history) == 1
+
+
+# --- mistakes
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"num_generations": 7, "per_device_train_batch_size": 7}, "num_generations must be even.* got 7"),
+        ({"gate": "sometimes"}, 'gate = "sometimes" must be one of "token", "step", "always", "never"'),
+        ({"gate_window": 0}, "gate_window = 0 must be a whole number >= 1"),
+        ({"gate_threshold": -1.0}, "gate_threshold = -1.0 must be"),
+        ({"unlearn_lr": "auto"}, "unlearn_lr = 'auto' must be a number"),
+        ({"unlearn_eps": 0.0}, "unlearn_eps = 0.0 must be"),
+        ({"unlearn_loss": "kl"}, 'unlearn_loss = "kl" must be one of "comp", "nll"'),
+        ({"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching = True must be False"),
+        ({"optim": "galore_adamw_layerwise"}, "optim = .*layerwise must not"),
+    ],
+)
+def test_a_wrong_setting_is_one_line(build: Build, settings: dict[str, Any], line: str) -> None:
+    with pytest.raises(UserError, match=line) as error:
+        build(**settings)
+    assert "\n" not in str(error.value)
+
+
+def test_every_process_needs_both_stages(build: Build) -> None:
+    config = build(num_generations=2, per_device_train_batch_size=6).args
+    config.per_device_train_batch_size = 3  # as with two processes, whose batches together are whole groups
+    with pytest.raises(UserError, match=r"per_device_train_batch_size \* steps_per_generation must be even, got 3"):
+        config._check_neighbours()
+
+
+def test_a_trainer_that_could_only_be_wrong_is_refused(build: Build, new_model: Any) -> None:
+    with pytest.raises(UserError, match="args must be an EEPOConfig, got GRPOConfig"):
+        EEPOTrainer(model=new_model("llama"), reward_funcs=reward, args=GRPOConfig("x", use_cpu=True, bf16=False))
+    with pytest.raises(UserError, match=r"embed_tokens.weight is torch.bfloat16, must be float32"):
+        build(model=new_model("llama").bfloat16())
+    with pytest.raises(UserError, match="tools, rollout_func and environment_factory must be left out"):
+        build(rollout_func=lambda prompts, trainer: {})
+    build(gate="never", model=new_model("llama").bfloat16())  # GRPO may do as it likes
+
+
+def test_prompts_out_of_order_are_refused(build: Build) -> None:
+    trainer = build(gate="always")
+    trainer.model.train()
+    with pytest.raises(UserError, match="each prompt num_generations times in a row"):
+        trainer._generate(["1 2 = 3 :", "4 5 = 9 :"] * 4)
+
+
+@pytest.mark.parametrize("version", ["1.14.2", "1.17.0", "2.0.0", "0.29.1"])
+def test_another_trl_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: version)
+    with pytest.raises(UserError, match=rf"needs trl>=1.15,<1.17, found trl {version}: pip install"):
+        adapter.check_trl()
+
+
+def test_no_trl_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    with pytest.raises(UserError, match=r"trl is not installed: pip install 'eepo\[trl\]'"):
+        adapter.check_trl()
+
+
+def test_the_range_is_that_of_the_extra() -> None:
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    (low, high) = (".".join(map(str, version)) for version in (adapter.OLDEST, adapter.TOO_NEW))
+    assert f'trl = ["trl>={low},<{high}"]' in text
+
+
+def test_knobs_come_from_the_command_line_too() -> None:
+    line = "--output_dir x --gate step --gate_window 5 --unlearn_lr 1e-3 --use_cpu --bf16 false"
+    (config,) = HfArgumentParser(EEPOConfig).parse_args_into_dataclasses(line.split())
+    assert (config.gate, config.gate_window, config.unlearn_lr) == ("step", 5, 1e-3)
+    assert config.algorithm.gate_window == 5
+
+
+# --- what an upgrade of TRL must not change without notice
+
+
+def parameters(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def returned(function: Any) -> ast.Tuple:
+    """The tuple in the function's last line."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    last = definition.body[-1]  # type: ignore[attr-defined]
+    assert isinstance(last, ast.Return)
+    assert isinstance(last.value, ast.Tuple)
+    return last.value
+
+
+def test_signatures_and_arities_the_adapter_stands_on() -> None:
+    assert parameters(GRPOTrainer._generate) == ["self", "prompts"]
+    assert [ast.unparse(part) for part in returned(GRPOTrainer._generate).elts][:5] == [
+        "prompt_ids",
+        "completion_ids",
+        "tool_mask",
+        "completions",
+        "logprobs",
+    ]
+    assert len(returned(GRPOTrainer._generate).elts) == 8
+    assert parameters(GRPOTrainer._generate_and_score_completions) == ["self", "inputs"]
+    scoring = parameters(GRPOTrainer._get_per_token_logps_and_entropies)
+    assert scoring[:7] == [
+        "self",
+        "model",
+        "input_ids",
+        "attention_mask",
+        "logits_to_keep",
+        "batch_size",
+        "compute_entropy",
+    ]
+    assert len(returned(GRPOTrainer._get_per_token_logps_and_entropies).elts) == 3
+    assert parameters(GRPOTrainer._save_checkpoint) == ["self", "model", "trial"]
+    assert parameters(GRPOTrainer._load_optimizer_and_scheduler) == ["self", "checkpoint"]
+    assert parameters(VLLMGeneration.sync_weights) == ["self"]
+    assert parameters(VLLMGeneration.generate)[1:4] == ["prompts", "images", "num_generations"]
+
+
+def test_where_trl_pushes_weights_and_asks_for_old_logprobs() -> None:
+    generate = inspect.getsource(GRPOTrainer._generate_single_turn)
+    assert "if self.state.global_step != self._last_loaded_step:" in generate
+    score = inspect.getsource(GRPOTrainer._generate_and_score_completions)
+    assert score.index("old_per_token_logps, _, _ = self._get_per_token_logps_and_entropies") < score.index("ref_model")
+    assert 'output["old_per_token_logps"] = old_per_token_logps' in score
+    assert "num_generations = self.num_generations if mode" in inspect.getsource(GRPOTrainer._generate)
