@@ -215,7 +215,7 @@ def test_theta_prime_is_one_plain_step_down_the_unlearning_loss(
     plain_loss(model, first, plain_scores, gate, kind, threshold, temperature).backward()
     for name, weight in model.named_parameters():
         step = theta_prime[name].double() - theta[name].double()
-        torch.testing.assert_close(step, -lr * weight.grad, atol=2e-6, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(step, -lr * weight.grad, atol=2e-6, rtol=1e-3)
     assert max(weight.grad.abs().max() for weight in model.parameters()) > 1e-3
     if gate == "token":
         assert 0.1 < trainer.state.log_history[0]["eepo/gated_share"] < 0.9

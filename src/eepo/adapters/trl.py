@@ -95,7 +95,7 @@ class EEPOConfig(GRPOConfig):
             raise UserError("fp16 = True must be False: without loss scaling the unlearning gradient underflows")
         if self.use_transformers_continuous_batching:
             raise UserError("use_transformers_continuous_batching = True must be False: it rounds the trained weights")
-        optim = getattr(self.optim, "value", self.optim)
+        optim = str(getattr(self.optim, "value", self.optim))
         if any(word in optim for word in ("layerwise", "lomo")):
             raise UserError(f"optim = {optim} must not update weights during a backward pass; try adamw_torch")
 
@@ -123,6 +123,7 @@ class EEPOTrainer(GRPOTrainer):
         self.options = args.algorithm
         self.gate_history: list[float] = []  # stage-1 entropies of the last steps
         self._rollout_logprobs: list[Tensor] | None = None  # of each row, while TRL scores a two-stage rollout
+        self.num_generations: int  # G, TRL's
         super().__init__(model, reward_funcs, args, **others)
         if self.options.gate != "never":
             self._check_host()
