@@ -51,6 +51,15 @@ def test_what_is_held() -> None:
     assert needs(RUN).held == {"policy": 4000, "optimizer": 8000, "rollout copy": 4000}
     assert needs(RUN, torch.bfloat16).held["rollout copy"] == 2000
     assert needs(change("algorithm", kl_coef=1e-4)).held["reference"] == 4000
+    assert needs(change("algorithm", kl_coef=1e-4), cuda=True).held["reference"] == 2000
+
+
+def test_the_optimizer_s_moments_take_8_4_or_2_bytes() -> None:
+    optimizers = ("adamw", "adamw_bf16", "adamw_8bit")
+    held = [needs(change("training", optimizer=name)).held["optimizer"] for name in optimizers]
+    assert held == [8000, 4000, 2031]  # two scales of 4 bytes for 256 weights
+    on_disk = [memory.checkpoint_bytes(SHAPE, change("training", optimizer=name)) for name in optimizers]
+    assert on_disk == [3 * (4000 + size) + 4000 for size in held]
 
 
 def test_sampling_holds_keys_values_and_one_distribution_a_row() -> None:
@@ -70,6 +79,9 @@ def test_the_update_holds_gradients_activations_and_some_logits() -> None:
     assert needs(change("model", head_tokens=999)).phases["update"] == 4000 + 40 * 2 * 832 + 20 * 50 * 16
     # on a GPU, matrix products keep two bytes, and the weights exist once more in bf16
     assert needs(RUN, cuda=True).phases["update"] == 4000 + 40 * 2 * (192 + 4 * 2 * 40) + 8 * 50 * 16 + 2000
+    # with checkpointing only one matrix at a time, at most the head's 50 x 8
+    checkpointed = needs(change("model", gradient_checkpointing=True), cuda=True).phases["update"]
+    assert checkpointed == 4000 + 40 * (2 * 4 * 8 + 192 + 4 * 2 * 40) + 8 * 50 * 16 + 2 * 50 * 8
 
 
 def test_unlearning_has_a_gradient_of_its_own() -> None:
@@ -83,6 +95,10 @@ def test_unlearning_has_a_gradient_of_its_own() -> None:
         dataclasses.replace(SHAPE, num_parameters=10**6), change("algorithm", num_stages=2), 10, torch.float32, False
     )
     assert wide.phases["unlearning"] == 8 * 10**6  # the gradient, and the weights that it leads to
+    wide = memory.needs(
+        dataclasses.replace(SHAPE, num_parameters=10**6), change("algorithm", num_stages=2), 10, torch.bfloat16, False
+    )
+    assert wide.phases["unlearning"] == 6 * 10**6  # those in the engine's type
 
 
 def test_advice_fits_and_is_needed() -> None:
@@ -103,6 +119,19 @@ def test_advice_fits_and_is_needed() -> None:
         assert memory.needs(big, changed, 10, torch.float32, False).total <= share * whole
     assert memory.smaller(big, run, 10, torch.float32, False, whole) == {}
     assert memory.smaller(big, run, 10, torch.float32, False, 1000) is None
+
+
+def test_rounded_moments_are_advised_only_where_nothing_else_fits() -> None:
+    wide = dataclasses.replace(SHAPE, num_parameters=10**6)  # 20 MB with gradients, and little beside them
+    args = (RUN, 10, torch.float32, False)
+    assert memory.smaller(wide, *args, 19 * 10**6) is None
+    assert memory.rounder(wide, *args, 19 * 10**6) == ("adamw_bf16", {})
+    rounded = memory.rounder(wide, *args, int(14.5 * 10**6))
+    assert rounded is not None
+    assert rounded[0] == "adamw_8bit"
+    assert memory.rounder(wide, *args, 13 * 10**6) is None
+    eight_bit = change("training", optimizer="adamw_8bit")
+    assert memory.rounder(wide, eight_bit, *args[1:], 13 * 10**6) is None
 
 
 def test_disk_for_checkpoints() -> None:

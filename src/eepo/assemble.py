@@ -21,13 +21,16 @@ from eepo.config import (
     RolloutConfig,
     RunConfig,
     ScratchConfig,
+    SupervisedConfig,
     TaskConfig,
+    TrainingConfig,
     WarmupConfig,
 )
 from eepo.evaluation.benchmarks import BenchmarkEvaluation, BenchmarkOptions, weights_digest
 from eepo.evaluation.sets import PromptSet, load_sets, pick_template, prompt_sets, run_tables
 from eepo.evaluation.store import Store
 from eepo.loggers import build_logger, check_logger
+from eepo.optimizers import build_optimizer
 from eepo.policy import Policy
 from eepo.progress import Progress
 from eepo.protocols import Task
@@ -75,7 +78,7 @@ def build_trainer(config: RunConfig, out: Path, resume: bool, progress: Progress
         reference=_reference(reference, config.model) if config.algorithm.kl_coef > 0 else None,
         engine=_engine(model, tokenizer, config.rollout),
         reward=build_reward(config.reward, config.task),
-        optimizer=_adamw(model, config.training.learning_rate, config.training.weight_decay),
+        optimizer=_optimizer(model, config.training),
         options=config.algorithm,
         mini_batch=config.training.prompts_per_mini_batch,
         max_grad_norm=config.training.max_grad_norm,
@@ -106,7 +109,7 @@ def build_warmup(config: WarmupConfig, out: Path, resume: bool, progress: Progre
         policy=_policy(model, config.model),
         engine=_engine(model, tokenizer, config.rollout),
         reward=build_reward(config.reward, config.task),
-        optimizer=_adamw(model, config.supervised.learning_rate, config.supervised.weight_decay),
+        optimizer=_optimizer(model, config.supervised),
         task=_task(config.task, tokenizer, 0, progress),
         tokenizer=tokenizer,
         log=open_log(config, out, start, device),
@@ -270,9 +273,8 @@ def _engine(model: Any, tokenizer: Any, config: RolloutConfig) -> TransformersEn
     return TransformersEngine(own, tokenizer, config.max_rows, config.stop)
 
 
-def _adamw(model: Any, learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
-    fused = model.device.type == "cuda"
-    return torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=weight_decay, fused=fused)
+def _optimizer(model: Any, loop: TrainingConfig | SupervisedConfig) -> torch.optim.Optimizer:
+    return build_optimizer(loop.optimizer, model.parameters(), loop.learning_rate, loop.weight_decay, loop.seed)
 
 
 def _describe(device: torch.device) -> str:

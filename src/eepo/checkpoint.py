@@ -104,7 +104,7 @@ def _moments(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     tensors = {}
     for name, parameter in model.named_parameters():
         for key, tensor in optimizer.state.get(parameter, {}).items():
-            tensors[f"{key}/{name}"] = tensor.detach().contiguous().clone()
+            tensors[f"{key}/{name}"] = tensor.detach().cpu().contiguous()  # never a second copy on a card
     return tensors
 
 

@@ -139,6 +139,7 @@ class TrainingConfig:
     max_seconds: float = knob(0.0, least=0)  # of steps alone: the first step that reaches it is the last; 0: no limit
     prompts_per_step: int = knob(128, least=1)
     prompts_per_mini_batch: int = knob(64, least=1)
+    optimizer: Literal["adamw", "adamw_bf16", "adamw_8bit"] = "adamw"  # its moments: 8, 4 or 2 bytes a weight
     learning_rate: float = knob(5e-7, least=0)
     weight_decay: float = knob(0.01, least=0)
     max_grad_norm: float = knob(1.0, above=0)
@@ -226,6 +227,7 @@ class SupervisedConfig:
 
     num_steps: int = knob(1000, least=1)
     batch_size: int = knob(256, least=1)
+    optimizer: Literal["adamw", "adamw_bf16", "adamw_8bit"] = "adamw"
     learning_rate: float = knob(1e-3, above=0)
     ramp_steps: int = knob(50, least=0)
     weight_decay: float = knob(0.01, least=0)

@@ -185,10 +185,27 @@ def look_at_memory(
     text = f"about {memory.gib(needs.total)} of {memory.gib(free)} free; held: {held}; then the largest of: {phases}"
     if needs.total <= 0.85 * free:
         return Finding("ok", "memory", text)
-    changes = memory.smaller(shape, config, prompt_tokens, dtype, cuda, int(0.85 * free))
-    advice = ", ".join(f"{key} = {str(value).lower()}" for key, value in (changes or {}).items())
-    advice = advice or "a smaller model, a larger device, or algorithm.kl_coef = 0 (no reference)"
+    advice = advise_memory(config, shape, prompt_tokens, dtype, cuda, int(0.85 * free))
     return Finding("fail" if needs.total > free else "warn", "memory", text, advice)
+
+
+def advise_memory(
+    config: RunConfig, shape: memory.Shape, prompt_tokens: int, dtype: torch.dtype, cuda: bool, room: int
+) -> str:
+    """Knobs that compute the same, if they are enough; else an optimizer that does not, and says so."""
+    changes = memory.smaller(shape, config, prompt_tokens, dtype, cuda, room)
+    if changes is not None:
+        return _settings(changes)
+    rounded = memory.rounder(shape, config, prompt_tokens, dtype, cuda, room)
+    if rounded is None:
+        return "a smaller model, a larger device, or algorithm.kl_coef = 0 (no reference)"
+    name, others = rounded
+    beside = f", and {_settings(others)}" if others else ""
+    return f'training.optimizer = "{name}" (it rounds its moments: not quite the same run){beside}'
+
+
+def _settings(changes: dict[str, Any]) -> str:
+    return ", ".join(f"{key} = {str(value).lower()}" for key, value in changes.items())
 
 
 def look_at_disk(config: RunConfig, shape: memory.Shape, free: int) -> Finding:

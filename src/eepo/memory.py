@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from eepo.config import RunConfig
+from eepo.optimizers import MOMENT_BYTES
 
 FP32 = 4  # bytes
 HEAD_BYTES = 16  # a logit of the policy's head, forward and backward (fitted)
@@ -71,16 +72,20 @@ def shape_of(model_config: Any, num_parameters: int) -> Shape:
 
 def needs(shape: Shape, config: RunConfig, prompt_tokens: int, rollout_dtype: torch.dtype, cuda: bool) -> Needs:
     """Of training `config`; `prompt_tokens` is the length of a long prompt."""
-    weights = FP32 * shape.num_parameters
-    held = {"policy": weights, "optimizer": 2 * weights, "rollout copy": rollout_dtype.itemsize * shape.num_parameters}
+    weights, copy = FP32 * shape.num_parameters, rollout_dtype.itemsize * shape.num_parameters
+    held = {"policy": weights, "optimizer": moment_bytes(shape, config), "rollout copy": copy}
     if config.algorithm.kl_coef > 0:
-        held["reference"] = weights
+        held["reference"] = weights // 2 if cuda else weights  # bf16 on a GPU
     update = weights + _scoring(shape, config, prompt_tokens, cuda, HEAD_BYTES)
     phases = {"sampling": _sampling(shape, config, prompt_tokens, rollout_dtype), "update": update}
     if config.algorithm.num_stages > 1 and config.algorithm.gate != "never":
         scoring = _scoring(shape, config, prompt_tokens, cuda, HEAD_BYTES + COMPLEMENT_BYTES)
-        phases["unlearning"] = weights + max(scoring, weights)  # the gradient, and at last the other weights beside it
+        phases["unlearning"] = weights + max(scoring, copy)  # the gradient, and at last the other weights beside it
     return Needs(held, phases)
+
+
+def moment_bytes(shape: Shape, config: RunConfig) -> int:
+    return int(MOMENT_BYTES[config.training.optimizer] * shape.num_parameters)
 
 
 def _sampling(shape: Shape, config: RunConfig, prompt_tokens: int, dtype: torch.dtype) -> int:
@@ -99,12 +104,12 @@ def _scoring(shape: Shape, config: RunConfig, prompt_tokens: int, cuda: bool, he
     tokens = max(length, min(config.model.micro_batch_tokens, in_mini_batch))
     width = 2 if cuda else FP32  # matrix products are bf16 on a GPU; norms and the residual stream stay fp32
     layer = 6 * FP32 * shape.hidden_size + 4 * width * (shape.hidden_size + shape.intermediate_size)
+    casts = 2 * shape.num_parameters if cuda else 0  # bf16 copies of the weights, for one pass
+    kept = shape.num_layers * layer
     if config.model.gradient_checkpointing:
         kept = shape.num_layers * FP32 * shape.hidden_size + layer
-    else:
-        kept = shape.num_layers * layer
+        casts = 2 * shape.vocabulary * shape.hidden_size if cuda else 0  # of one matrix at a time, the largest
     sampled = tokens * config.algorithm.max_new_tokens // length  # only these have logits
-    casts = 2 * shape.num_parameters if cuda else 0  # bf16 copies of the weights, for one pass
     return tokens * kept + min(config.model.head_tokens, sampled) * shape.vocabulary * head_bytes + casts
 
 
@@ -119,10 +124,28 @@ def smaller(
             return None
         section, knob, value = change
         changed[f"{section}.{knob}"] = value
-        config = dataclasses.replace(
-            config, **{section: dataclasses.replace(getattr(config, section), **{knob: value})}
-        )
+        config = _with(config, section, knob, value)
     return changed
+
+
+def rounder(
+    shape: Shape, config: RunConfig, prompt_tokens: int, rollout_dtype: torch.dtype, cuda: bool, free: int
+) -> tuple[str, dict[str, Any]] | None:
+    """The first optimizer with smaller moments, and what `smaller` says beside it, with which the run fits.
+
+    Apart from those knobs, because rounded moments do not compute the same.
+    """
+    for name in sorted(MOMENT_BYTES, key=lambda name: -MOMENT_BYTES[name]):
+        if MOMENT_BYTES[name] < MOMENT_BYTES[config.training.optimizer]:
+            changed = _with(config, "training", "optimizer", name)
+            others = smaller(shape, changed, prompt_tokens, rollout_dtype, cuda, free)
+            if others is not None:
+                return name, others
+    return None
+
+
+def _with(config: RunConfig, section: str, knob: str, value: Any) -> RunConfig:
+    return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **{knob: value})})
 
 
 def _next_change(config: RunConfig, phase: str) -> tuple[str, str, Any] | None:
@@ -137,9 +160,9 @@ def _next_change(config: RunConfig, phase: str) -> tuple[str, str, Any] | None:
 
 
 def checkpoint_bytes(shape: Shape, config: RunConfig) -> int:
-    """Weights and two moments in fp32 for each checkpoint kept and the one being written, and the final weights."""
+    """Weights and both moments for each checkpoint kept and the one being written, and the final weights."""
     weights = FP32 * shape.num_parameters
-    return 3 * weights * (config.training.keep_checkpoints + 1) + weights
+    return (weights + moment_bytes(shape, config)) * (config.training.keep_checkpoints + 1) + weights
 
 
 def free_memory(device: torch.device) -> int | None:
