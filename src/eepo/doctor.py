@@ -19,6 +19,7 @@ from eepo.algorithm import group_advantages
 from eepo.config import CountdownConfig, DatasetConfig, RunConfig, SumsConfig
 from eepo.protocols import Reward, Task
 from eepo.rewards import build_reward
+from eepo.rollout import vllm
 from eepo.rollout.transformers import TransformersEngine
 from eepo.tasks import build_task
 from eepo.types import Completion, Prompt, Sampling, UserError, Verdict, mean_entropy
@@ -54,6 +55,8 @@ def examine(name: str, overrides: Sequence[str] = (), num_prompts: int = 8) -> I
     yield Finding("ok", "recipe", describe(config))
     device, failed = attempt("device", lambda: pretrained.pick_device(config.model.device))
     yield from failed
+    if config.rollout.engine == "vllm":
+        yield look_at_vllm()
     tokenizer, failed = attempt("tokenizer", lambda: pretrained.load_tokenizer(config.model))
     yield from failed
     problems: Problems | None = None
@@ -90,6 +93,13 @@ def describe(config: RunConfig) -> str:
         f"{config.name}: {method}, {training.num_steps} steps of {training.prompts_per_step} prompts x "
         f"{algorithm.group_size} completions of at most {algorithm.max_new_tokens} tokens"
     )
+
+
+def look_at_vllm() -> Finding:
+    """Whether it is there; it is not started, which takes its time and its share of the card."""
+    _, failed = attempt("engine", vllm.check_installed)
+    text = f"vLLM {vllm.installed_version()} is installed; samples below are drawn by transformers"
+    return failed[0] if failed else Finding("ok", "engine", text)
 
 
 # --- data and prompts -------------------------------------------------------------------------------------------------
