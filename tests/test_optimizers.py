@@ -149,11 +149,11 @@ def test_the_second_moment_rises_and_falls_as_in_fp32(name: str) -> None:
 def test_random_rounding_to_bf16_keeps_the_mean() -> None:
     value = 1.0 + 2.0**-7 * 0.3  # three tenths of the way between two neighbours
     for sign in (1, -1):
-        rounded = optimizers._to_bf16(torch.full((100_000,), sign * value), draws(100_000)).float()
+        rounded = optimizers.round_to_bf16(torch.full((100_000,), sign * value), draws(100_000)).float()
         assert set(rounded.tolist()) == {sign * 1.0, sign * (1.0 + 2.0**-7)}
         assert abs(float(rounded.mean()) - sign * value) < 1e-4
     exact = torch.tensor([0.0, 1.5, -3.0, 1e-30]).bfloat16()
-    assert torch.equal(optimizers._to_bf16(exact.float(), draws(4)), exact)
+    assert torch.equal(optimizers.round_to_bf16(exact.float(), draws(4)), exact)
 
 
 @pytest.mark.parametrize("levels", [127, 255])

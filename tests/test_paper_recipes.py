@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from collections.abc import Callable
@@ -9,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from eepo import recipe
+from eepo import memory, recipe
 from eepo.assemble import build_trainer
 from eepo.config import DatasetConfig, RunConfig
+from eepo.memory import Shape
 from eepo.progress import Progress
 
 FOUR = ("minerva_math", "olympiadbench", "amc23", "aime24")
@@ -42,6 +45,19 @@ METHODS = {
     "eepo_more_rollouts": (2, 16, 1.0, 1e-5, 0.2),
 }
 
+# (recipe, card's recipe): the model's shape, its optimizer, bytes that PyTorch sees on such a card
+CARDS = {
+    ("qwen2.5-3b", "one-80gb"): (
+        Shape(3_085_938_688, 36, 2048, 11008, 2, 128, 151936, 32768), "adamw_bf16", 79 * 2**30,
+    ),
+    ("llama-3.2-3b-instruct", "one-80gb-few-rows"): (
+        Shape(3_212_749_824, 28, 3072, 8192, 8, 128, 128256, 131072), "adamw_bf16", 79 * 2**30,
+    ),
+    ("qwen3-8b-base", "one-141gb"): (
+        Shape(8_190_735_360, 36, 4096, 12288, 8, 128, 151936, 32768), "adamw_8bit", 139 * 2**30,
+    ),
+}  # fmt: skip
+
 every_combination = pytest.mark.parametrize(("model", "method"), [(m, n) for m in MODELS for n in METHODS])
 
 
@@ -52,7 +68,7 @@ def numbers(config: RunConfig) -> tuple[int, int, float, float, float]:
 
 def test_the_table_above_names_every_file() -> None:
     shipped = {path.stem for folder in recipe.recipe_folders() for path in folder.glob("paper/*.toml")}
-    assert shipped == {"math", *MODELS, *METHODS}
+    assert shipped == {"math", *MODELS, *METHODS, *(card for _, card in CARDS)}
 
 
 @every_combination
@@ -71,6 +87,17 @@ def test_a_combination_has_the_papers_numbers(model: str, method: str) -> None:
     if algorithm.num_stages == 2:
         assert (algorithm.gate, algorithm.gate_threshold, algorithm.gate_window) == ("token", 0.3, 3)
         assert (algorithm.unlearn_lr, algorithm.unlearn_loss, algorithm.unlearn_on) == (3e-3, "comp", "all")
+
+
+@pytest.mark.parametrize("method", ["grpo", "eepo", "eepo_more_rollouts"])
+@pytest.mark.parametrize(("model", "card"), CARDS)
+def test_a_card_s_recipe_laid_over_both_makes_room_and_changes_nothing_else(model: str, card: str, method: str) -> None:
+    shape, optimizer, room = CARDS[model, card]
+    alone, config = recipe.load_run(f"paper/{model}+{method}"), recipe.load_run(f"paper/{model}+{method}+{card}")
+    assert config.training == dataclasses.replace(alone.training, optimizer=optimizer)
+    assert (config.name, config.algorithm, config.task) == (alone.name, alone.algorithm, alone.task)
+    assert memory.needs(shape, config, 1024, torch.bfloat16, cuda=True).total < 0.9 * room
+    assert memory.needs(shape, alone, 1024, torch.bfloat16, cuda=True).total > room
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -162,8 +162,8 @@ def _update_bf16(
     new_first, new_second = _averaged(first.float(), second.float(), gradient)
     _step_weight(weight, new_first, new_second, rates)
     draws = _draws(weight, key, index, start)
-    first.copy_(_to_bf16(new_first, draws & 0xFFFF))
-    second.copy_(_to_bf16(new_second, draws >> 16 & 0xFFFF))
+    first.copy_(round_to_bf16(new_first, draws & 0xFFFF))
+    second.copy_(round_to_bf16(new_second, draws >> 16 & 0xFFFF))
 
 
 def _new_8bit(weight: Tensor) -> State:
@@ -204,7 +204,7 @@ def _update_8bit(
 # --- small numbers ----------------------------------------------------------------------------------------------------
 
 
-def _to_bf16(values: Tensor, draws: Tensor) -> Tensor:
+def round_to_bf16(values: Tensor, draws: Tensor) -> Tensor:
     """Up or down at random: bf16 is the upper half of fp32's bits, and what a draw adds below carries or does not."""
     return ((values.view(torch.int32) + draws) & -0x10000).view(torch.float32).to(torch.bfloat16)
 
