@@ -75,6 +75,7 @@ def quality(options: argparse.Namespace) -> None:
             loss, step_seconds = train(name, seed, batches, held_out, tokenizer, options.learning_rate)
             losses[name].append(loss)
             seconds[name].append(step_seconds)
+        print(f"seed {seed}:", ", ".join(f"{name} {values[-1]:.4f}" for name, values in losses.items()), flush=True)
     print(f"{options.seeds} seeds, {options.steps} steps of {options.batch}; loss on 512 other demonstrations")
     print("| optimizer | bytes a weight | loss | difference to adamw | of it in % | optimizer's ms a step |")
     print("|---|---|---|---|---|---|")
@@ -159,9 +160,7 @@ def speed(params: float, repeats: int) -> None:
     number = sum(weight.numel() for weight in weights)
     copy_rate = copy_bandwidth(device)
     where = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    print(
-        f"{number / 1e6:,.0f} million weights in {len(weights)} tensors, {where}; a copy moves {copy_rate / 1e9:,.0f} GB/s"
-    )
+    print(f"{number / 1e6:,.0f} million weights, {len(weights)} tensors; {where}; a copy: {copy_rate / 1e9:,.0f} GB/s")
     print("| optimizer | state, GB | first step, s | ms a step | GB/s | share of a copy's | beside its state, GB |")
     print("|---|---|---|---|---|---|---|")
     for name in NAMES:
