@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import Parameter
 from torch.nn.utils.rnn import pad_sequence
 
@@ -189,7 +190,7 @@ class EEPOTrainer(GRPOTrainer):
         num_rows = sum(len(batch.mask) for batch in batches)
         logprobs: list[Tensor] = []
         sums = torch.zeros(4, dtype=torch.float64, device=self.accelerator.device)  # tokens, entropies, gated, loss
-        weights = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
+        weights = self._weights()
         with own_gradients(weights), self._gradients_reduced():
             for batch in batches:
                 scores = self._forward(batch)
@@ -231,12 +232,24 @@ class EEPOTrainer(GRPOTrainer):
         if gradient is None:
             yield
             return
-        self._last_loaded_step = -1  # TRL pushes weights to vLLM where this is not the current step
         try:
-            with moved(dict(self.model.named_parameters()), gradient, float(self.options.unlearn_lr)):
+            with moved(self._weights(), gradient, float(self.options.unlearn_lr)):
+                self._forget_copies()
                 yield
         finally:
-            self._last_loaded_step = -1
+            self._forget_copies()
+
+    def _forget_copies(self) -> None:
+        """The weights have changed: whatever was made of them before must not be sampled from."""
+        self._last_loaded_step = -1  # TRL pushes weights to vLLM where this is not the current step
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # the last layers stay gathered after a forward pass
+
+    def _weights(self) -> dict[str, Parameter]:
+        """What is trained: under FSDP the shards, not a gathered copy that a forward pass left behind."""
+        self._forget_copies()
+        return {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
 
     @contextmanager
     def _gradients_reduced(self) -> Iterator[None]:
