@@ -369,6 +369,95 @@ def test_a_checkpoint_of_grpo_can_be_gone_on_with(build: Build) -> None:
     assert len(trainer.gate_history) == 1
 
 
+# --- vLLM's server mode: TRL's own code on both sides of a stand-in for the network
+
+
+class Server:
+    """In place of `VLLMClient`: takes weights, samples from them one token at a time, tells log-probabilities."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.pushed, self.asked = model, [], []
+
+    def update_named_params(self, metadata: list[Any], named: Any) -> None:
+        pushed = dict(named)
+        assert [name for name, _, _ in metadata] == list(pushed)
+        self.model.load_state_dict(pushed, strict=False)
+        self.pushed.append({name: weight.clone() for name, weight in pushed.items()})
+
+    def get_server_info(self) -> dict[str, Any]:
+        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+    def reset_prefix_cache(self) -> None:
+        """Nothing is cached."""
+
+    @torch.no_grad()
+    def generate(
+        self, prompts: list[list[int]], n: int, max_tokens: int, temperature: float, **_: Any
+    ) -> dict[str, Any]:
+        self.asked.append((n, prompts))
+        ids: list[list[int]] = []
+        logprobs: list[list[list[float]]] = []
+        for prompt in (prompt for prompt in prompts for _ in range(n)):
+            ids.append([])
+            logprobs.append([])
+            for _ in range(max_tokens):
+                logits = self.model(input_ids=torch.tensor([prompt + ids[-1]]), use_cache=False).logits[0, -1]
+                scores = (logits / temperature).log_softmax(-1)
+                ids[-1].append(int(scores.exp().multinomial(1)))
+                logprobs[-1].append([float(scores[ids[-1][-1]])])
+        return {"prompt_ids": prompts, "completion_ids": ids, "logprobs": logprobs}
+
+
+@pytest.fixture
+def with_server(build: Build, sharp_model: Any, monkeypatch: pytest.MonkeyPatch) -> Build:
+    def connect(generation: Any) -> None:
+        generation.vllm_client = Server(sharp_model())
+
+    monkeypatch.setattr(VLLMGeneration, "_init_vllm", connect)
+    return lambda **settings: build(gate="always", use_vllm=True, vllm_mode="server", unlearn_lr=0.02, **settings)
+
+
+def test_a_server_samples_each_stage_from_the_weights_it_should(with_server: Build, fingerprint: Any) -> None:
+    trainer = with_server(max_steps=2, temperature=0.9)
+    server, watched = trainer.vllm_generation.vllm_client, Watched(trainer)
+    trainer.train()
+    assert [fingerprint(pushed) for pushed in server.pushed] == [fingerprint(stage) for stage, _ in watched.stages]
+    for n, prompts in server.asked:
+        assert n == GROUP // 2
+        assert len(prompts) == len(set(map(tuple, prompts))) == 2
+    for output in watched.outputs:
+        torch.testing.assert_close(output["old_per_token_logps"], output["sampling_per_token_logps"], atol=1e-4, rtol=0)
+        ratio = output["importance_sampling_ratio"]  # 0 is what TRL makes of a completion it takes for a broken one
+        torch.testing.assert_close(ratio, torch.ones_like(ratio), atol=1e-3, rtol=0)
+
+
+def test_without_the_sampling_weights_logprobs_stage_2_would_not_survive(
+    with_server: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control of the test above: TRL's own "old" log-probabilities, under θ."""
+    monkeypatch.setattr(
+        EEPOTrainer, "_get_per_token_logps_and_entropies", GRPOTrainer._get_per_token_logps_and_entropies
+    )
+    trainer = with_server(max_steps=1)
+    watched = Watched(trainer)
+    trainer.train()
+    ratio = watched.outputs[0]["importance_sampling_ratio"]
+    assert (ratio[0::2] - 1).abs().max() < 1e-3
+    assert (ratio[1::2] - 1).abs().min() > 1e-2
+
+
+def test_an_evaluation_at_the_same_step_samples_theta_again(with_server: Build, fingerprint: Any) -> None:
+    trainer = with_server(max_steps=1)
+    server, theta = trainer.vllm_generation.vllm_client, fingerprint(weights(trainer))
+    trainer.model.train()
+    batch = next(iter(trainer.get_train_dataloader()))
+    trainer._generate_and_score_completions(batch)  # no update follows: the step stays 0
+    assert fingerprint(server.pushed[-1]) != theta
+    trainer.evaluate()
+    assert fingerprint(server.pushed[-1]) == theta
+    assert server.asked[-1][0] == GROUP
+
+
 # --- several processes
 
 
@@ -558,3 +647,29 @@ def test_where_trl_pushes_weights_and_asks_for_old_logprobs() -> None:
     assert score.index("old_per_token_logps, _, _ = self._get_per_token_logps_and_entropies") < score.index("ref_model")
     assert 'output["old_per_token_logps"] = old_per_token_logps' in score
     assert "num_generations = self.num_generations if mode" in inspect.getsource(GRPOTrainer._generate)
+
+
+# --- the examples
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_the_examples_differ_in_three_lines() -> None:
+    grpo, eepo = ((EXAMPLES / name).read_text(encoding="utf-8").splitlines() for name in ("trl_grpo.py", "trl_eepo.py"))
+    pairs = [(theirs, ours) for theirs, ours in zip(grpo, eepo, strict=True) if theirs != ours]
+    assert pairs[0] == (
+        "from trl import GRPOConfig, GRPOTrainer",
+        "from eepo.adapters.trl import EEPOConfig, EEPOTrainer",
+    )
+    assert [theirs.replace("GRPO", "EEPO") for theirs, _ in pairs[1:]] == [ours for _, ours in pairs[1:]]
+    assert len(pairs) == 3
+
+
+@pytest.mark.parametrize("name", ["trl_grpo.py", "trl_eepo.py"])
+def test_the_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [name, str(tmp_path), "1"])
+    trainer = runpy.run_path(str(EXAMPLES / name))["trainer"]
+    log = trainer.state.log_history[0]
+    assert log["reward"] > 0.3  # the policy that ships can do more than half of them
+    assert ("eepo/kl" in log) == (name == "trl_eepo.py")
+    assert (tmp_path / "model.safetensors").is_file()

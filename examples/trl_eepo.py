@@ -1,0 +1,55 @@
+"""TRL on the CPU, without a hub: eepo's small countdown policy, its problems and its grader.
+
+    python examples/trl_grpo.py [FOLDER [STEPS]]
+    python examples/trl_eepo.py [FOLDER [STEPS]]
+
+The two scripts differ in three lines: the import, the config's name, the trainer's name.
+"""
+
+import sys
+
+from datasets import Dataset
+from transformers import AutoTokenizer
+
+from eepo.config import CountdownConfig
+from eepo.pretrained import resolve
+from eepo.rewards.countdown import CountdownReward
+from eepo.tasks.countdown import Countdown
+from eepo.types import Prompt
+
+# isort: split
+from eepo.adapters.trl import EEPOConfig, EEPOTrainer
+
+folder, steps = (*sys.argv[1:], *("runs/trl", "20")[len(sys.argv) - 1 :])
+model = resolve("builtin:countdown")  # a folder; anywhere else a hub name
+tokenizer = AutoTokenizer.from_pretrained(model)
+problems = Countdown(CountdownConfig(), tokenizer).training_prompts(0, 1000)
+dataset = Dataset.from_list([{"prompt": problem.text, "answer": problem.answer} for problem in problems])
+
+
+def countdown(prompts: list[str], completions: list[str], answer: list[dict], **_: object) -> list[float]:
+    """1 where the expression uses each number once and hits the target."""
+    asked = [Prompt("", text, (), given) for text, given in zip(prompts, answer, strict=True)]
+    return [verdict.reward for verdict in CountdownReward().grade(asked, completions)]
+
+
+args = EEPOConfig(
+    output_dir=folder,
+    max_steps=int(steps),
+    per_device_train_batch_size=32,
+    gradient_accumulation_steps=2,
+    num_generations=8,
+    max_completion_length=24,
+    learning_rate=1e-4,
+    beta=1e-4,
+    entropy_coef=1e-5,
+    use_bias_correction_kl=False,
+    logging_steps=1,
+    save_strategy="no",
+    report_to="none",
+    use_cpu=True,
+    bf16=False,
+)
+trainer = EEPOTrainer(model=model, reward_funcs=countdown, args=args, train_dataset=dataset, processing_class=tokenizer)
+trainer.train()
+trainer.save_model()
