@@ -1,6 +1,6 @@
 """What smaller moments cost and save: quality over seeds, then the step's speed beside torch's own AdamW.
 
-    python benchmarks/optimizers.py                        # quality: a small decoder learns countdown, on the CPU
+    python benchmarks/optimizers.py                        # rounding; then a small decoder learns countdown, on the CPU
     python benchmarks/optimizers.py --params 494e6         # speed and memory of one step, on the GPU if there is one
 
 Quality: the same decoder from scratch, on the same demonstrations in the same order, once with each optimizer; a seed
@@ -24,7 +24,7 @@ from eepo import optimizers
 from eepo.assemble import new_model
 from eepo.config import CountdownConfig, ScratchConfig
 from eepo.estimates import seed_interval
-from eepo.optimizers import MOMENT_BYTES, build_optimizer
+from eepo.optimizers import BETA_2, MOMENT_BYTES, build_optimizer
 from eepo.policy import Policy
 from eepo.tasks.countdown import Countdown, build_tokenizer
 from eepo.types import Completion, Prompt
@@ -54,8 +54,9 @@ def main() -> None:
     if options.params:
         speed(options.params, options.repeats)
     else:
-        quality(options)
+        stalling()
         accumulation()
+        quality(options)
 
 
 # --- quality ----------------------------------------------------------------------------------------------------------
@@ -128,6 +129,22 @@ def loss_sum(policy: Policy, pairs: Pairs) -> Tensor:
     num_tokens = sum(len(completion.token_ids) for _, completion in pairs)
     parts = [policy.score(batch, 1.0).logprobs.sum() for batch in policy.micro_batches(pairs)]
     return -torch.stack(parts).sum() / num_tokens
+
+
+def stalling() -> None:
+    """A second moment of random gradients of size 1, and after step 2,000 of size 0.01."""
+    print("| step | fp32 | bf16, to the nearest | bf16, at random | spread of the last to the first |")
+    print("|---|---|---|---|---|")
+    exact, nearest, random = torch.zeros(20_000), torch.zeros(20_000), torch.zeros(20_000)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(1, 4001):
+        squares = (torch.randn(20_000, generator=generator) * (1 if step <= 2000 else 0.01)).square()
+        draws = torch.randint(0, 2**16, (20_000,), generator=generator, dtype=torch.int32)
+        exact, nearest, random = (moment + (1 - BETA_2) * (squares - moment) for moment in (exact, nearest, random))
+        nearest, random = nearest.bfloat16().float(), optimizers.round_to_bf16(random, draws).float()
+        if step in (250, 1000, 2000, 3000, 4000):
+            means = " | ".join(f"{float(moment.mean()):.3f}" for moment in (exact, nearest, random))
+            print(f"| {step} | {means} | {float((random / exact).std()):.1%} |")
 
 
 def accumulation() -> None:
