@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eepo.batching import micro_batches
+from eepo.batching import MicroBatch, Packed, evenly, micro_batches
 from eepo.types import Completion, Prompt
 
 CPU = torch.device("cpu")
@@ -30,32 +30,60 @@ def pairs_of(shapes: list[tuple[int, int]]) -> Pairs:
     return pairs
 
 
-@given(lengths, st.integers(1, 120))
-def test_every_row_once_within_the_token_bound(shapes: list[tuple[int, int]], max_tokens: int) -> None:
-    batches = list(micro_batches(pairs_of(shapes), max_tokens, CPU))
+def size(batch: MicroBatch) -> int:
+    return batch.inputs.input_ids.numel()
+
+
+@given(lengths, st.integers(1, 120), st.booleans())
+def test_every_row_once_within_the_token_bound(shapes: list[tuple[int, int]], max_tokens: int, packed: bool) -> None:
+    batches = list(micro_batches(pairs_of(shapes), max_tokens, CPU, packed))
     assert sorted(row for batch in batches for row in batch.rows) == list(range(len(shapes)))
     for batch in batches:
-        assert batch.input_ids.numel() <= max_tokens or len(batch.rows) == 1
-        longest = max(sum(shapes[row]) for row in batch.rows)
-        assert batch.input_ids.shape == (len(batch.rows), longest)
-        assert batch.targets.shape[1] == max(shapes[row][1] for row in batch.rows)
+        assert size(batch) <= max_tokens or len(batch.rows) == 1
+        whole = [sum(shapes[row]) for row in batch.rows]
+        assert size(batch) == (sum(whole) if packed else max(whole) * len(whole))
+        assert batch.mask.shape == (len(batch.rows), max(shapes[row][1] for row in batch.rows))
 
 
-@given(lengths, st.integers(1, 120))
-def test_tensors_are_the_rows_they_name(shapes: list[tuple[int, int]], max_tokens: int) -> None:
+@given(lengths, st.integers(1, 120), st.booleans())
+def test_tensors_are_the_rows_they_name(shapes: list[tuple[int, int]], max_tokens: int, packed: bool) -> None:
     pairs = pairs_of(shapes)
-    for batch in micro_batches(pairs, max_tokens, CPU):
+    for batch in micro_batches(pairs, max_tokens, CPU, packed):
+        flat = batch.inputs.input_ids.flatten()
+        # the state at a position predicts the token after it
+        assert torch.equal(flat[batch.predictors + 1], batch.targets)
+        assert torch.equal(batch.spread(batch.targets) > 0, batch.mask)
+        targets = batch.spread(batch.targets)
         for place, row in enumerate(batch.rows):
             prompt, completion = pairs[row]
             whole, length = prompt.token_ids + completion.token_ids, len(completion.token_ids)
-            assert tuple(batch.input_ids[place, : len(whole)].tolist()) == whole
-            assert batch.attention_mask[place].tolist() == [1] * len(whole) + [0] * (
-                batch.input_ids.shape[1] - len(whole)
-            )
-            assert tuple(batch.targets[place, :length].tolist()) == completion.token_ids
+            assert tuple(targets[place, :length].tolist()) == completion.token_ids
             assert batch.mask[place].tolist() == [True] * length + [False] * (batch.mask.shape[1] - length)
-            for t in range(length):  # the state at a position predicts the token after it
-                assert batch.input_ids[place, batch.positions[place, t] + 1] == batch.targets[place, t]
+            if isinstance(batch.inputs, Packed):
+                start, end = batch.inputs.starts[place : place + 2].tolist()
+                assert tuple(flat[start:end].tolist()) == whole
+                assert batch.inputs.position_ids[0, start:end].tolist() == list(range(len(whole)))
+                assert batch.inputs.longest >= len(whole)
+            else:
+                assert tuple(batch.inputs.input_ids[place, : len(whole)].tolist()) == whole
+                filled = [1] * len(whole) + [0] * (batch.inputs.input_ids.shape[1] - len(whole))
+                assert batch.inputs.attention_mask[place].tolist() == filled
+
+
+def test_some_rows_keep_their_places() -> None:
+    pairs = pairs_of([(1, 2), (5, 7), (2, 4), (3, 1), (4, 7)])
+    batches = list(micro_batches(pairs, 100, CPU, rows=[3, 1, 4]))
+    assert [batch.rows for batch in batches] == [[1, 4, 3]]
+    assert list(micro_batches(pairs, 100, CPU, rows=[])) == []
+
+
+@given(st.integers(1, 40), st.integers(0, 50))
+def test_evenly_takes_what_it_may(count: int, most: int) -> None:
+    places = evenly(count, most)
+    assert len(places) == (min(count, most) if most else count)
+    assert places == sorted(set(places))
+    assert all(0 <= place < count for place in places)
+    assert max((b - a for a, b in itertools.pairwise(places)), default=0) <= -(-count // len(places))
 
 
 def test_pad_and_pick_follow_the_rows_when_they_are_sorted_by_length() -> None:
@@ -65,7 +93,7 @@ def test_pad_and_pick_follow_the_rows_when_they_are_sorted_by_length() -> None:
     seen = 0
     for batch in micro_batches(pairs, 24, CPU):
         padded = batch.pad([completion.logprobs for _, completion in pairs])
-        torch.testing.assert_close(padded, torch.where(batch.mask, -batch.targets.float(), 0.0))
+        torch.testing.assert_close(padded, -batch.spread(batch.targets).float())
         assert batch.pick(per_row).tolist() == [per_row[row] for row in batch.rows]
         seen += len(batch.rows)
     assert seen == len(pairs)
@@ -80,5 +108,5 @@ def test_a_row_longer_than_the_bound_goes_alone() -> None:
 def test_sorting_by_length_keeps_padding_small(seed: int) -> None:
     rng = random.Random(seed)
     shapes = [(4, rng.randint(1, 100)) for _ in range(200)]
-    padded = sum(batch.input_ids.numel() for batch in micro_batches(pairs_of(shapes), 1024, CPU))
+    padded = sum(size(batch) for batch in micro_batches(pairs_of(shapes), 1024, CPU))
     assert padded < 1.1 * sum(map(sum, shapes))

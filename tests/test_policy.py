@@ -219,11 +219,19 @@ def test_a_dominant_token_has_a_finite_complement(new_model: Any, ragged_pairs: 
     assert max(gradient.abs().max().item() for gradient in gradients) > 1
 
 
-def test_other_weights_are_refused_where_gradients_are_on(demo_copy: Any) -> None:
-    """The head is recomputed in the backward pass, when θ is back in place: such gradients would be wrong."""
-    policy = Policy(demo_copy)
-    with pytest.raises(ValueError, match="no_grad"):
-        policy.score(None, 1.0, dict(policy.named_weights()))  # type: ignore[arg-type]
+def test_gradients_under_other_weights_are_theirs(demo_copy: Any, ragged_pairs: Any) -> None:
+    """The head is computed again in the backward pass, when θ is back in place: that must not matter."""
+    policy, pairs = Policy(demo_copy), ragged_pairs(3)
+    others = {name: (1.5 * weight).requires_grad_() for name, weight in policy.named_weights()}
+    moved = Policy(copy.deepcopy(demo_copy))
+    with torch.no_grad():
+        for weight in moved.model.parameters():
+            weight.mul_(1.5)
+    [batch] = policy.micro_batches(pairs)
+    policy.score(batch, 0.9, others).logprobs.sum().backward()
+    expected = moved.gradient(pairs, 0.9, lambda batch, scores: scores.logprobs.sum())
+    for name, gradient in expected.items():
+        torch.testing.assert_close(others[name].grad, gradient, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,6 +75,7 @@ def first_stage(algorithm: EEPO, prompts: list[Prompt], sampling: Sampling = SAM
     rollout = Rollout(prompts)
     algorithm.engine.load_weights(algorithm.policy.named_weights())
     algorithm.sample(rollout, 1, sampling, StepMetrics())
+    rollout.settle()
     return rollout
 
 
@@ -280,7 +282,9 @@ def scripted_stage(prompt: Prompt, entropy: float) -> Rollout:
     """Stage 1 of one prompt, whose tokens are said to have this entropy."""
     completions = [Completion(ids, (-0.1,) * len(ids), "", True, (entropy,) * len(ids)) for ids in ((5, 6, 1), (7, 1))]
     rollout = Rollout([prompt])
-    rollout.add_stage(1, [completions], [Verdict(1.0, "a"), Verdict(0.0, None)])
+    verdicts: Future[list[Verdict]] = Future()
+    verdicts.set_result([Verdict(1.0, "a"), Verdict(0.0, None)])
+    rollout.add_stage(1, [completions], verdicts)
     return rollout
 
 

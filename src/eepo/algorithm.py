@@ -8,13 +8,14 @@ B rows and T tokens are those of a micro-batch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from eepo.batching import MicroBatch
+from eepo.batching import MicroBatch, evenly
 from eepo.config import AlgorithmConfig
 from eepo.metrics import StepMetrics
 from eepo.policy import Policy, Scores
@@ -35,6 +36,7 @@ class EEPO:
     max_grad_norm: float
     gate_history: list[float] = field(default_factory=list)  # stage-1 entropies of the last steps
     auto_lr: float = 1e-3  # what unlearn_lr = "auto" chose last
+    grader: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))  # grades beside the GPU's work
     unlearn_scale: float = 1.0  # times η, or times the KL target of "auto": lowered when a run explores too far
 
     def step(self, prompts: list[Prompt], sampling: Sampling, metrics: StepMetrics) -> Rollout:
@@ -47,6 +49,8 @@ class EEPO:
             with metrics.phase("unlearn"):
                 self.unlearn(rollout, metrics)  # θ′ ← θ − η ∇L
             self.sample(rollout, stage, sampling, metrics)
+        with metrics.phase("reward"):
+            rollout.settle()
         rewards = torch.tensor(rollout.rewards)  # [Q, G]
         num_baselines = self.options.num_stages if self.options.advantage_baseline == "stage" else 1
         rollout.advantages = torch.cat([group_advantages(part) for part in rewards.chunk(num_baselines, 1)], 1).tolist()
@@ -56,50 +60,62 @@ class EEPO:
         return rollout  # nothing to undo: the next sync overwrites θ′
 
     def sample(self, rollout: Rollout, stage: int, sampling: Sampling, metrics: StepMetrics) -> None:
-        """G / num_stages completions for each prompt from θ′, graded."""
+        """G / num_stages completions for each prompt from θ′, and their grading begun: it goes on beside the next."""
         num_samples = self.options.group_size // self.options.num_stages
         with metrics.phase(f"stage{stage}"):
             own_draws = replace(sampling, first_sample=(stage - 1) * num_samples)
             groups = self.engine.generate(rollout.prompts, num_samples, own_draws)
-        with metrics.phase("reward"):
-            prompts = [prompt for prompt in rollout.prompts for _ in range(num_samples)]
-            verdicts = self.reward.grade(prompts, [completion.text for group in groups for completion in group])
-        rollout.add_stage(stage, groups, verdicts)
+        prompts = [prompt for prompt in rollout.prompts for _ in range(num_samples)]
+        texts = [completion.text for group in groups for completion in group]
+        rollout.add_stage(stage, groups, self.grader.submit(self.reward.grade, prompts, texts))
 
     def unlearn(self, rollout: Rollout, metrics: StepMetrics) -> None:
         """Stream θ − η ∇L of all completions so far into the engine; θ is only read. Nothing gated: θ′ stays θ."""
-        options = self.options
+        options, dtype = self.options, self.engine.dtype
         if rollout.stages[-1] == 1:
-            first = [completion for completion, _ in rollout.of_stage(1)]
+            first = [completion for group in rollout.groups for completion in group]
             self.gate_history = [*self.gate_history, mean_entropy(first)][-options.gate_window :]
         low_entropy = sum(self.gate_history) / len(self.gate_history) < options.gate_threshold
         if options.gate == "never" or (options.gate == "step" and not low_entropy):
             return
         pairs = rollout.pairs(range(len(rollout.prompts)))
-        chosen = [options.unlearn_on == "all" or reward > 0 for group in rollout.rewards for reward in group]
+        rows = evenly(len(pairs), options.unlearn_max_completions)
+        wanted = [True] * len(pairs)
+        if options.unlearn_on == "rewarded":
+            rollout.settle()
+            wanted = [reward > 0 for group in rollout.rewards for reward in group]
 
-        def loss(batch: MicroBatch, scores: Scores, record: bool = False) -> Tensor | None:
-            gate = unlearn_gate(scores, batch, options) & batch.pick(chosen).bool().unsqueeze(1)
-            if record:
-                metrics.record_gate(gate, batch.mask)
-            share = len(batch.rows) / len(pairs)
-            return unlearn_loss(scores, batch.mask, gate, options) * share if gate.any() else None
+        def loss(batch: MicroBatch, scores: Scores, first: bool = False) -> Tensor | None:
+            gate = unlearn_gate(scores, batch, options) & batch.pick(wanted).bool().unsqueeze(1)
+            if first:  # the pass for the gradient: what it sees serves the gate, the probe and the metrics
+                metrics.record_gate(gate)
+                probe.see(batch, scores)
+            return unlearn_loss(scores, batch.mask, gate, options) * len(batch.rows) / len(rows) if gate.any() else None
 
-        gradient = self.policy.gradient(pairs, options.temperature, partial(loss, record=True))
+        def load(gradient: Mapping[str, Tensor], lr: float) -> Mapping[str, Tensor]:
+            theta, moved = self.policy.named_weights, partial(unlearned_weights, gradient=gradient, lr=lr, dtype=dtype)
+            self.engine.load_weights(metrics.counting_changes(moved(theta()), theta()))
+            return self.engine.weights() or dict(moved(theta()))
+
+        stage_1 = [row for row in rows if rollout.stages[row % len(rollout.stages)] == 1]
+        probe = Probe(
+            self.policy, pairs, stage_1, options.probe_completions, options.temperature, loss, load, len(rows)
+        )
+        metrics.record_gateable(pairs[row][1] for row in rows)
+        surely_shut = (
+            2 * options.gate_threshold if options.gate == "token" else float("inf")
+        )  # sampling rounds otherwise
+        worth = [row for row in rows if wanted[row] and min(pairs[row][1].entropies, default=0.0) < surely_shut]
+        gradient = self.policy.gradient(pairs, options.temperature, partial(loss, first=True), worth)
         if not any(part.any() for part in gradient.values()):  # nothing gated, or all of it saturated
             return
-        stage_1 = [row for row, stage in enumerate(rollout.stages * len(rollout.prompts)) if stage == 1]
-        probe = Probe(self.policy, pairs, stage_1, options.probe_completions, options.temperature, loss)
         if options.unlearn_lr == "auto":
             target = options.unlearn_kl_target * self.unlearn_scale
             lr = self.auto_lr = lr_for_kl(probe, gradient, target, self.auto_lr)
         else:
             lr = options.unlearn_lr * self.unlearn_scale
-        effect = probe.measure(gradient, lr)
-        metrics.record_unlearning(lr, effect)
+        metrics.record_unlearning(lr, effect := probe.measure(gradient, lr))  # θ′ is loaded to be measured, and stays
         rollout.record_forgetting(effect.logprobs_after)
-        weights = unlearned_weights(self.policy.named_weights(), gradient, lr, self.engine.dtype)
-        self.engine.load_weights(metrics.counting_changes(weights, self.policy.named_weights()))
 
     def update(self, rollout: Rollout, rows: range, metrics: StepMetrics) -> None:
         """One GRPO step of the optimizer on the groups of `rows`. Each token weighs the same."""
@@ -110,9 +126,9 @@ class EEPO:
             reference = None
             if self.reference is not None:
                 with metrics.phase("reference"), torch.no_grad():
-                    reference = self.reference.score(batch, options.temperature, complements=False).logprobs
+                    reference = self.reference.score(batch, options.temperature).logprobs
             with metrics.phase("update"):
-                scores = self.policy.score(batch, options.temperature, complements=False)
+                scores = self.policy.score(batch, options.temperature)
                 sampled = batch.pad([completion.logprobs for _, completion in pairs])  # under the weights that sampled
                 clip = options.clip_low, options.clip_high
                 loss = policy_loss(scores.logprobs, sampled, batch.pick(advantages), batch.mask, *clip)

@@ -12,6 +12,7 @@ import torch
 from eepo import checkpoint, pretrained, recipe
 from eepo.alarm import Guard
 from eepo.algorithm import EEPO
+from eepo.compiled import compile_layers, wants_compiling
 from eepo.config import (
     AlarmConfig,
     DatasetConfig,
@@ -35,7 +36,7 @@ from eepo.policy import Policy
 from eepo.progress import Progress
 from eepo.protocols import RolloutEngine, Task
 from eepo.rewards import build_reward
-from eepo.rollout.transformers import TransformersEngine
+from eepo.rollout.embedded import embedded_engine
 from eepo.rollout.vllm import VLLMEngine
 from eepo.runlog import RunLog
 from eepo.tasks import build_task
@@ -49,6 +50,7 @@ from eepo.warmup import Warmup
 FREE_TO_CHANGE = {
     "model.device",
     "model.gradient_checkpointing",
+    "model.compile",
     "model.micro_batch_tokens",
     "model.head_tokens",
     "rollout.max_rows",
@@ -78,7 +80,7 @@ def build_trainer(config: RunConfig, out: Path, resume: bool, progress: Progress
     algorithm = EEPO(
         policy=policy,
         reference=_reference(reference, config.model) if config.algorithm.kl_coef > 0 else None,
-        engine=_engine(model, tokenizer, config.rollout),
+        engine=_engine(model, tokenizer, config.rollout, config.model.compile),
         reward=build_reward(config.reward, config.task),
         optimizer=_optimizer(model, config.training),
         options=config.algorithm,
@@ -109,7 +111,7 @@ def build_warmup(config: WarmupConfig, out: Path, resume: bool, progress: Progre
     warmup = Warmup(
         config=config,
         policy=_policy(model, config.model),
-        engine=_engine(model, tokenizer, config.rollout),
+        engine=_engine(model, tokenizer, config.rollout, config.model.compile),
         reward=build_reward(config.reward, config.task),
         optimizer=_optimizer(model, config.supervised),
         task=_task(config.task, tokenizer, 0, progress),
@@ -139,7 +141,7 @@ def build_evaluation(options: BenchmarkOptions, out: Path, progress: Progress) -
     model = pretrained.load_model(where, device, dtype)
     _check_positions(model, sets, options.max_new_tokens)
     store.open(settings | {"weights": weights_digest(model)}, _describe(device))
-    engine = TransformersEngine(model, tokenizer, options.max_rows, stop)
+    engine = embedded_engine(model, tokenizer, options.max_rows, stop)
     sampling = Sampling(options.temperature, options.max_new_tokens, options.seed)
     return BenchmarkEvaluation(engine, reward, sets, store, options.num_samples, sampling, options.max_rows, progress)
 
@@ -257,16 +259,22 @@ def _at(config: ModelConfig, folder: Path) -> ModelConfig:
 
 
 def _policy(model: Any, config: ModelConfig) -> Policy:
-    return Policy(model, config.micro_batch_tokens, config.head_tokens)
+    policy = Policy(model, config.micro_batch_tokens, config.head_tokens)
+    if wants_compiling(model, config.compile):
+        compile_layers(model)
+    return policy
 
 
 def _reference(model: Any, config: ModelConfig) -> Policy:
     """Only read, and on a GPU only in bf16: so it is held in that."""
     dtype = torch.bfloat16 if model.device.type == "cuda" else None
-    return Policy(model.requires_grad_(False), config.micro_batch_tokens, config.head_tokens, dtype)
+    policy = Policy(model.requires_grad_(False), config.micro_batch_tokens, config.head_tokens, dtype)
+    if wants_compiling(model, config.compile):
+        compile_layers(model)
+    return policy
 
 
-def _engine(model: Any, tokenizer: Any, config: RolloutConfig) -> RolloutEngine:
+def _engine(model: Any, tokenizer: Any, config: RolloutConfig, compiled: str) -> RolloutEngine:
     """On a copy of its own, in its own type."""
     dtype = pretrained.pick_dtype(config.dtype, model.device)
     if config.engine == "vllm":
@@ -274,7 +282,7 @@ def _engine(model: Any, tokenizer: Any, config: RolloutConfig) -> RolloutEngine:
     own = copy.deepcopy(model)
     for weight in own.parameters():  # not the buffers: rotary frequencies in bf16 turn by radians within 1,000 tokens
         weight.data = weight.data.to(dtype)
-    return TransformersEngine(own, tokenizer, config.max_rows, config.stop)
+    return embedded_engine(own, tokenizer, config.max_rows, config.stop, compiled)
 
 
 def _optimizer(model: Any, loop: TrainingConfig | SupervisedConfig) -> torch.optim.Optimizer:

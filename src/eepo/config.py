@@ -24,6 +24,7 @@ class ModelConfig:
     trust_remote_code: bool = False
     device: str = "auto"  # auto | cpu | cuda | cuda:N
     gradient_checkpointing: bool = False
+    compile: Literal["auto", "on", "off"] = "auto"  # layers, on a GPU; auto: of models with 100 million weights or more
     micro_batch_tokens: int = knob(16384, least=1)  # padded tokens in one forward pass
     head_tokens: int = knob(4096, least=1)  # positions whose logits exist at one time
 
@@ -120,6 +121,7 @@ class AlgorithmConfig:
     unlearn_kl_target: float = knob(1e-3, above=0)  # for unlearn_lr = "auto"
     unlearn_loss: Literal["comp", "nll"] = "comp"
     unlearn_on: Literal["all", "rewarded"] = "all"
+    unlearn_max_completions: int = knob(0, least=0)  # in one unlearning step, evenly chosen; 0: all there are
     unlearn_eps: float = knob(1e-4, above=0, most=0.5)
     saturation: Literal["stop", "exact"] = "stop"
     probe_completions: int = knob(64, least=1)  # stage-1 completions on which KL(θ‖θ′) is measured

@@ -13,7 +13,7 @@ from torch import Tensor
 from eepo.batching import MicroBatch
 from eepo.policy import Scores
 from eepo.probe import Effect
-from eepo.types import Rollout, mean_entropy
+from eepo.types import Completion, Rollout, mean_entropy
 
 
 class StepMetrics:
@@ -62,9 +62,12 @@ class StepMetrics:
             "zero_advantage_share": sum(not any(group) for group in rollout.advantages) / len(rollout.advantages),
         }
 
-    def record_gate(self, gate: Tensor, mask: Tensor) -> None:
+    def record_gate(self, gate: Tensor) -> None:
         self._gated += float(gate.sum())
-        self._gateable += float(mask.sum())
+
+    def record_gateable(self, completions: Iterable[Completion]) -> None:
+        """All that a gate might have chosen from."""
+        self._gateable += sum(len(completion.token_ids) for completion in completions)
 
     def record_unlearning(self, lr: float, effect: Effect) -> None:
         self.values |= {

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from eepo.batching import MicroBatch, micro_batches
+from eepo.attention import Packing
+from eepo.batching import MicroBatch, Packed, Padded, micro_batches
+from eepo.head import Head
 from eepo.types import Completion, Prompt, UserError
 
 
@@ -24,7 +25,7 @@ class Scores:
 
     logprobs: Tensor  # [B, T] log p of the target
     entropies: Tensor  # [B, T] of the full next-token distribution
-    complements: Tensor | None = None  # [B, T] log(1 − p), as logsumexp over the other tokens; only where asked for
+    complements: Tensor | None = None  # [B, T] log(1 − p), as logsumexp over the other tokens
 
 
 class Policy:
@@ -41,7 +42,10 @@ class Policy:
         self._scorer = _Scorer(model, head_tokens)
         self.device = next(model.parameters()).device
         _check_head(self._scorer, self.device)
+        self.packed = self.device.type == "cuda" and self._scorer.packing.adopt()
         self._autocast = self.device.type == "cuda" or dtype is not None
+        if self._autocast:  # embeddings in bf16 (a reference's, an engine's) must not round all that follows
+            model.get_input_embeddings().register_forward_hook(lambda _module, _inputs, output: output.float())
         if dtype is not None:
             _hold_matrices(model, dtype)
 
@@ -50,49 +54,51 @@ class Policy:
         for name, weight in self.model.named_parameters():
             yield name, weight.detach()
 
-    def micro_batches(self, pairs: Sequence[tuple[Prompt, Completion]]) -> Iterator[MicroBatch]:
-        return micro_batches(pairs, self.micro_batch_tokens, self.device)
+    def micro_batches(
+        self, pairs: Sequence[tuple[Prompt, Completion]], rows: Sequence[int] | None = None
+    ) -> Iterator[MicroBatch]:
+        """Of all `pairs`, or of some `rows` of them."""
+        return micro_batches(pairs, self.micro_batch_tokens, self.device, self.packed, rows)
 
     def score(
         self,
         batch: MicroBatch,
         temperature: float,
         weights: Mapping[str, Tensor] | None = None,
-        complements: bool = True,
     ) -> Scores:
-        """Scores of `batch` under θ, or under `weights` in its place (θ′, say) without touching θ.
-
-        Other weights give no gradients: the head is computed again in the backward pass, when θ is back.
-        """
-        if weights is not None and torch.is_grad_enabled():
-            raise ValueError("score(weights=...) is for torch.no_grad(): its gradients would be those of θ's head")
+        """Scores of `batch` under θ, or under `weights` in its place (θ′, say) without touching θ."""
         cached = not self.model.is_gradient_checkpointing  # bf16 copies of all weights, for one pass: 2 bytes a weight
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast, cache_enabled=cached):
             if weights is None:
-                return self._scorer(batch, temperature, complements)
+                return self._scorer(batch, temperature)
             named = {f"model.{name}": weight for name, weight in weights.items()}
-            return torch.func.functional_call(self._scorer, named, (batch, temperature, complements))
+            return torch.func.functional_call(self._scorer, named, (batch, temperature))
 
     def gradient(
         self,
         pairs: Sequence[tuple[Prompt, Completion]],
         temperature: float,
         loss: Callable[[MicroBatch, Scores], Tensor | None],
+        rows: Sequence[int] | None = None,
     ) -> dict[str, Tensor]:
-        """∇ Σ loss over the micro-batches of `pairs`, beside the model: its own `.grad` fields are left alone.
+        """∇ Σ loss over the micro-batches of `pairs`, or of some `rows` of them, beside the model.
 
+        Its own `.grad` fields are left alone.
         A micro-batch whose loss is None costs no backward pass; if all are, the gradient is empty.
         """
-        names, weights = zip(*self.model.named_parameters(), strict=True)
-        total: dict[str, Tensor] = {}
-        for batch in self.micro_batches(pairs):
-            value = loss(batch, self.score(batch, temperature))
-            if value is None:
-                continue
-            for name, gradient in zip(names, torch.autograd.grad(value, weights, allow_unused=True), strict=True):
-                if gradient is not None:
-                    total[name] = total[name] + gradient if name in total else gradient  # two names may share one
-        return total
+        weights = dict(self.model.named_parameters())
+        aside = {name: weight.grad for name, weight in weights.items()}
+        try:
+            for weight in weights.values():
+                weight.grad = None
+            for batch in self.micro_batches(pairs, rows):
+                value = loss(batch, self.score(batch, temperature))
+                if value is not None:
+                    value.backward()  # sums in place, which no list of gradients would
+            return {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+        finally:
+            for name, weight in weights.items():
+                weight.grad = aside[name]
 
 
 class _Scorer(nn.Module):
@@ -102,48 +108,30 @@ class _Scorer(nn.Module):
         super().__init__()
         self.model: Any = model
         self.head_tokens = head_tokens
+        self.packing = Packing(model)
 
-    def forward(self, batch: MicroBatch, temperature: float, complements: bool) -> Scores:
-        hidden = self.hidden_states(batch.input_ids, batch.attention_mask)
-        index = batch.positions.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
-        hidden = hidden.gather(1, index)[batch.mask]  # [N, H]: completion positions only
-        targets = batch.targets[batch.mask]
-        chunks = [
-            checkpoint(self._head, hidden_chunk, target_chunk, temperature, complements, use_reentrant=False)
-            for hidden_chunk, target_chunk in zip(
-                hidden.split(self.head_tokens), targets.split(self.head_tokens), strict=True
-            )
-        ]
-        columns = [torch.cat(column) for column in zip(*chunks, strict=True)]
-        zeros = torch.zeros(batch.mask.shape, device=hidden.device)
-        return Scores(*(zeros.masked_scatter(batch.mask, column) for column in columns))
+    def forward(self, batch: MicroBatch, temperature: float) -> Scores:
+        hidden = self.hidden_states(batch.inputs).flatten(0, 1)[batch.predictors]  # [C, H]: completion tokens only
+        head = Head.of(self.model)
+        dtype = _product_dtype(head.weight)
+        columns = head.scores(hidden, batch.targets, temperature, self.head_tokens, dtype)
+        return Scores(*(batch.spread(column) for column in columns))
 
-    def hidden_states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        return self.model.base_model(
-            input_ids=input_ids, attention_mask=attention_mask, use_cache=False
-        ).last_hidden_state
+    def hidden_states(self, inputs: Padded | Packed) -> Tensor:
+        if self.packing.adopted != isinstance(inputs, Packed):
+            raise ValueError("a policy that packs cannot score padded rows, nor one that pads packed ones")
+        if isinstance(inputs, Packed):
+            self.packing.inputs = inputs
+            options = {"input_ids": inputs.input_ids, "position_ids": inputs.position_ids}
+        else:
+            options = {"input_ids": inputs.input_ids, "attention_mask": inputs.attention_mask}
+        return self.model.base_model(**options, use_cache=False).last_hidden_state
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """The head, with the three ways in which families bend logits after it."""
-        logits = self.model.get_output_embeddings()(hidden).float()
-        config = self.model.config
-        if scale := getattr(config, "logit_scale", None):
-            logits = logits * scale
-        if scale := getattr(config, "logits_scaling", None):
-            logits = logits / scale
-        if cap := getattr(config, "final_logit_softcapping", None):
-            logits = cap * torch.tanh(logits / cap)
-        return logits
 
-    def _head(self, hidden: Tensor, targets: Tensor, temperature: float, complements: bool) -> tuple[Tensor, ...]:
-        logits = self.logits(hidden) / temperature
-        logprobs = logits.log_softmax(-1)
-        entropies = -(logprobs.exp() * logprobs).sum(-1)
-        columns = (logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropies)
-        if not complements:
-            return columns
-        others = logits.scatter(1, targets.unsqueeze(1), -torch.inf)
-        return (*columns, others.logsumexp(-1) - logits.logsumexp(-1))
+def _product_dtype(weight: Tensor) -> torch.dtype:
+    """What autocast would take a product in."""
+    kind = weight.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
 
 
 def _hold_matrices(model: Any, dtype: torch.dtype) -> None:
@@ -154,7 +142,6 @@ def _hold_matrices(model: Any, dtype: torch.dtype) -> None:
     for weight in model.parameters():
         if weight.ndim > 1:
             weight.data = weight.data.to(dtype)
-    model.get_input_embeddings().register_forward_hook(lambda _module, _inputs, output: output.float())
 
 
 @torch.no_grad()
@@ -163,7 +150,7 @@ def _check_head(scorer: _Scorer, device: torch.device) -> None:
     ids = torch.arange(1, 5, device=device).unsqueeze(0)
     ones = torch.ones_like(ids)
     expected = scorer.model(input_ids=ids, attention_mask=ones, use_cache=False).logits.float()
-    ours = scorer.logits(scorer.hidden_states(ids, ones))
-    if not torch.allclose(ours, expected, atol=1e-3, rtol=1e-3):
+    ours = Head.of(scorer.model).logits(scorer.hidden_states(Padded(ids, ones))[0])
+    if not torch.allclose(ours, expected[0], atol=1e-3, rtol=1e-3):
         family = type(scorer.model).__name__
         raise UserError(f"model: {family} changes its logits after the head in a way that eepo does not know")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from eepo.batching import MicroBatch
 from eepo.policy import Policy, Scores
@@ -29,7 +31,8 @@ class Effect:
 class Probe:
     """Scores up to `max_rows` of the given `rows` of `pairs` before and after a step.
 
-    A quarter of them are the first ones, so that some prompts are seen whole; the others are evenly spread.
+    A quarter of them are the first ones, so that some prompts are seen whole; the others are evenly spread. What the
+    pass for the gradient has seen of them before the step (`see`) is not computed again.
     """
 
     def __init__(
@@ -40,25 +43,45 @@ class Probe:
         max_rows: int,
         temperature: float,
         loss: Callable[[MicroBatch, Scores], Tensor | None],
+        moved: Callable[[Mapping[str, Tensor], float], Mapping[str, Tensor]] | None = None,
+        population: int = 0,
     ) -> None:
-        self.policy, self.temperature, self.loss = policy, temperature, loss
+        self.policy, self.pairs, self.temperature, self.loss = policy, pairs, temperature, loss
+        self.moved = moved or self._moved  # θ − lr · gradient, from whoever holds it
         self._last: tuple[Mapping[str, Tensor], float, Effect] | None = None
         whole, spread = rows[: max_rows // 4], rows[max_rows // 4 :]
-        chosen = [*whole, *spread[:: math.ceil(len(spread) / (max_rows - len(whole))) or 1]]
-        self.scale = len(pairs) / len(chosen)  # `loss` takes a share of all pairs
-        self.before: list[tuple[MicroBatch, Scores, Tensor | None]] = []
-        with torch.no_grad():
-            for batch in policy.micro_batches([pairs[row] for row in chosen]):
-                batch.rows = [chosen[row] for row in batch.rows]  # places in `pairs`, as `loss` expects
-                scores = policy.score(batch, temperature)
-                self.before.append((batch, scores, loss(batch, scores)))
+        self.rows = [*whole, *spread[:: math.ceil(len(spread) / (max_rows - len(whole))) or 1]]
+        self.scale = (population or len(pairs)) / len(self.rows)  # `loss` takes a share of these
+        self._seen: dict[int, tuple[Tensor, ...]] = dict.fromkeys(self.rows, ())
+
+    def see(self, batch: MicroBatch, scores: Scores) -> None:
+        """Scores under θ of some of `pairs`."""
+        columns = [c.detach() for c in (scores.logprobs, scores.entropies, scores.complements) if c is not None]
+        for place, row in enumerate(batch.rows):
+            if row in self._seen:
+                length = len(self.pairs[row][1].token_ids)
+                self._seen[row] = tuple(column[place, :length] for column in columns)
+
+    @cached_property
+    def before(self) -> list[tuple[MicroBatch, Scores, Tensor | None]]:
+        for batch in self.policy.micro_batches(self.pairs, [row for row, seen in self._seen.items() if not seen]):
+            self.see(batch, self.policy.score(batch, self.temperature))
+        found = []
+        for batch in self.policy.micro_batches(self.pairs, self.rows):
+            columns = zip(*(self._seen[row] for row in batch.rows), strict=True)
+            scores = Scores(*(pad_sequence(list(column), batch_first=True) for column in columns))
+            found.append((batch, scores, self.loss(batch, scores)))
+        return found
+
+    def _moved(self, gradient: Mapping[str, Tensor], lr: float) -> dict[str, Tensor]:
+        return {name: w - lr * gradient[name] if name in gradient else w for name, w in self.policy.named_weights()}
 
     @torch.no_grad()
     def measure(self, gradient: Mapping[str, Tensor], lr: float) -> Effect:
         """The gate is θ's own before the step, so both losses are over the same tokens."""
         if self._last is not None and self._last[0] is gradient and self._last[1] == lr:  # what a search ended on
             return self._last[2]
-        moved = {name: w - lr * gradient[name] if name in gradient else w for name, w in self.policy.named_weights()}
+        moved = self.moved(gradient, lr)
         loss_before = loss_after = kl_sum = 0.0
         num_tokens = 0
         logprobs_after: dict[int, float] = {}

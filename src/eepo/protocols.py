@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from eepo.types import Completion, Prompt, Sampling, Verdict
@@ -19,6 +19,10 @@ class RolloutEngine(Protocol):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take every weight, by the policy's names. What was sampled before must not leak into what comes after."""
+        ...
+
+    def weights(self) -> Mapping[str, Tensor] | None:
+        """Its copy, by the policy's names, to read; None where it cannot be read."""
         ...
 
     def generate(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[list[Completion]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,19 +77,28 @@ class Rollout:
     advantages: list[list[float]] = field(default_factory=list)  # [Q][G]
     forgotten: dict[tuple[int, int], float] = field(default_factory=dict)  # (q, g): log-probability under θ′, of some
 
-    def add_stage(self, stage: int, groups: list[list[Completion]], verdicts: list[Verdict]) -> None:
-        """Append n completions to every group; `verdicts` is flat, [Q · n]."""
-        num_samples = len(groups[0])
+    grading: list[Future[list[Verdict]]] = field(default_factory=list)  # of stages that have no rewards yet
+
+    def add_stage(self, stage: int, groups: list[list[Completion]], verdicts: Future[list[Verdict]]) -> None:
+        """Append n completions to every group; the flat `verdicts`, [Q · n], may come later."""
         for row, group in enumerate(groups):
-            graded = verdicts[row * num_samples : (row + 1) * num_samples]
             if stage == 1:
                 self.groups.append([])
                 self.rewards.append([])
                 self.verdicts.append([])
             self.groups[row] += group
-            self.rewards[row] += [verdict.reward for verdict in graded]
-            self.verdicts[row] += graded
-        self.stages += [stage] * num_samples
+        self.stages += [stage] * len(groups[0])
+        self.grading.append(verdicts)
+
+    def settle(self) -> None:
+        """Wait for verdicts that are still to come."""
+        while self.grading:
+            flat = self.grading.pop(0).result()
+            num_samples = len(flat) // len(self.prompts)
+            for row in range(len(self.prompts)):
+                graded = flat[row * num_samples : (row + 1) * num_samples]
+                self.rewards[row] += [verdict.reward for verdict in graded]
+                self.verdicts[row] += graded
 
     def record_forgetting(self, logprobs_after: Mapping[int, float]) -> None:
         """`logprobs_after`: under θ′, by place in all `pairs` so far."""
@@ -99,7 +109,8 @@ class Rollout:
         return [(self.prompts[row], completion) for row in rows for completion in self.groups[row]]
 
     def of_stage(self, stage: int) -> list[tuple[Completion, float]]:
-        """Completions of one stage with their rewards."""
+        """Completions of one stage with their rewards, once these are there."""
+        self.settle()
         return [
             (completion, reward)
             for group, rewards in zip(self.groups, self.rewards, strict=True)

@@ -7,7 +7,7 @@ the same pass that samples. There is no scheduler and no paging: `max_rows` boun
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from eepo.kernels.reference import sample
 from eepo.rollout.randomness import row_key, uniforms
 from eepo.rollout.stopping import end_tokens
 from eepo.types import Completion, Prompt, Sampling
@@ -42,6 +43,9 @@ class TransformersEngine:
             missing.discard(name)
         if missing:
             raise ValueError(f"load_weights left {len(missing)} weights stale, such as {min(missing)}")
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return self._weights
 
     @torch.inference_mode()
     def generate(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[list[Completion]]:
@@ -179,24 +183,6 @@ class _Drawn:
             Completion(token_ids=tokens, logprobs=logprobs, text=text, finished=done, entropies=entropies)
             for tokens, logprobs, entropies, text, done in zip(*columns, texts, finished, strict=True)
         ]
-
-
-def sample(logits: Tensor, draws: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, V] logits, [B] draws in [0, 1) -> tokens, their log-probabilities, entropies, each [B].
-
-    By inverting the cumulative distribution: one random number a token, whatever the vocabulary. In fp64, where the
-    sum of 150,000 probabilities still tells neighbours apart. Temperature 0 takes the likeliest token.
-    """
-    distribution = (logits / temperature if temperature > 0 else logits).log_softmax(-1)  # [B, V]
-    probabilities = distribution.exp()
-    if temperature > 0:
-        cumulative = probabilities.double().cumsum(-1)
-        target = draws.unsqueeze(1) * cumulative[:, -1:]
-        tokens = torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
-    else:
-        tokens = logits.argmax(-1)
-    entropies = -(probabilities * distribution).sum(-1)
-    return tokens, distribution.gather(1, tokens.unsqueeze(1)).squeeze(1), entropies
 
 
 class _GrowingLayer(DynamicLayer):

@@ -88,6 +88,10 @@ class VLLMEngine:
         if missing:
             raise ValueError(f"load_weights left {len(missing)} weights stale, such as {min(missing)}")
 
+    def weights(self) -> None:
+        """Fused and under other names: not the policy's."""
+        return None
+
     def _reset_cache(self) -> None:
         """What earlier weights computed must not be sampled from."""
         if not self._llm.reset_prefix_cache():

@@ -1,0 +1,124 @@
+"""Attention over sequences laid end to end, without padding, for any family that asks `transformers` for its attention.
+
+A model whose config names one of these attends through it; the model's own mask is then not built.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from eepo.batching import Packed
+
+log = logging.getLogger(__name__)
+CLOSE = 0.02  # relative, in bf16
+
+
+class Packing:
+    """Lets one model attend over packed sequences: from `adopt` on, over those of `inputs`, until it is set again."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.inputs: Packed | None = None  # set for each forward pass; its backward pass may compute it again
+        self.adopted = False
+
+    def adopt(self) -> bool:
+        """Whether this family, packed, says what it says padded; one that does not stays as it is."""
+        usual, name = self.model.config._attn_implementation, f"eepo-packed-{id(self)}"
+        two = _two(self.model.device)
+        alone = self._hidden(two.input_ids[:, :4]), self._hidden(two.input_ids[:, 4:])
+        AttentionInterface.register(name, self._attend)
+        self.model.config._attn_implementation = name
+        try:
+            self.inputs = two
+            gap = _gap(self._hidden(two.input_ids, two.position_ids), torch.cat(alone, 1))
+            reason = f"packed, it is off by {gap:.1g}" if gap > CLOSE else ""
+        except (NotImplementedError, TypeError, RuntimeError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if reason:
+            self.model.config._attn_implementation = usual
+            log.warning("%s is trained with padding: %s", type(self.model).__name__, reason)
+        self.adopted = not reason
+        return self.adopted
+
+    @torch.no_grad()
+    def _hidden(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        with torch.autocast(input_ids.device.type, torch.bfloat16, enabled=input_ids.is_cuda):
+            output = self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+            return output.last_hidden_state.float()
+
+    def _attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
+        scaling: float | None = None, sliding_window: int | None = None, **options: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        if self.inputs is None or options.get("softcap") or options.get("s_aux") is not None:
+            raise NotImplementedError("packed attention has neither caps nor sinks")
+        starts, longest = self.inputs.starts, self.inputs.longest
+        return packed_attention(query, key, value, starts, longest, scaling, sliding_window or 0), None
+
+
+def _two(device: torch.device) -> Packed:
+    """Two short sequences, to try it on."""
+    return Packed(
+        input_ids=torch.arange(1, 8, device=device).unsqueeze(0),
+        position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2]], device=device),
+        starts=torch.tensor([0, 4, 7], dtype=torch.int32, device=device),
+        longest=4,
+    )
+
+
+def _gap(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def packed_attention(
+    query: Tensor,  # [1, H, N, D]
+    key: Tensor,  # [1, K, N, D]
+    value: Tensor,  # [1, K, N, D]
+    starts: Tensor,  # [B + 1] int32: where each sequence begins, and the end
+    longest: int,
+    scale: float | None,
+    window: int = 0,  # how far back a token looks; 0: to the start of its sequence
+) -> Tensor:  # [1, N, H, D]
+    """Causal, each sequence by itself. Flash attention where there is one; otherwise under a mask of all by all."""
+    dtype = value.dtype if value.dtype in (torch.bfloat16, torch.float16) else None
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+    if query.is_cuda and dtype is not None and _varlen is not None:
+        rows = [part[0].transpose(0, 1).to(dtype) for part in (query, key, value)]  # [N, heads, D]
+        return _varlen(*rows, starts, longest, scale, window).unsqueeze(0)
+    own = torch.arange(query.shape[2], device=query.device)
+    sequence = torch.searchsorted(starts, own, right=True)
+    mask = (sequence[:, None] == sequence) & (own[:, None] >= own)
+    if window:
+        mask &= own[:, None] - own < window
+    out = scaled_dot_product_attention(query, key, value.to(key.dtype), mask, scale=scale, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+def _find_varlen() -> Callable[..., Tensor] | None:
+    """torch's own. Older releases group heads without being told."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scale: float | None, window: int
+    ) -> Tensor:
+        looks = (window - 1 if window else -1, 0)  # back, ahead
+        out = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scale, window_size=looks, **grouped)
+        return out  # type: ignore[return-value]
+
+    return attend
+
+
+_varlen = _find_varlen()

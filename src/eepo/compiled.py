@@ -1,0 +1,44 @@
+"""Layers compiled by torch: their norms, rotations and activations fused. Layers are alike, so one compilation serves
+all of them, and all sizes of a batch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from typing import Any
+
+from torch import nn
+
+log = logging.getLogger(__name__)
+
+
+LARGE = 100_000_000  # weights: from here on a step is long enough to be worth half a minute of compiling
+
+
+def wants_compiling(model: Any, choice: str) -> bool:
+    """`choice` is a recipe's: auto, on or off."""
+    if choice == "auto":
+        return can_compile(model) and sum(weight.numel() for weight in model.parameters()) >= LARGE
+    return choice == "on"
+
+
+def can_compile(model: Any) -> bool:
+    return model.device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
+def compile_layers(model: Any) -> bool:
+    """In place; names of weights stay. False, with one line, where torch cannot compile for the device."""
+    if not can_compile(model):
+        log.warning("layers are not compiled: that needs a GPU and Triton")
+        return False
+    for layer in decoder_layers(model):
+        layer.compile(dynamic=True)
+    return True
+
+
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """The one list of modules that is as long as the model is deep."""
+    depth = model.config.get_text_config().num_hidden_layers
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == depth]
+    return list(lists[0]) if lists else []

@@ -1,0 +1,488 @@
+"""The embedded engine on a GPU: decode steps in CUDA graphs over a paged cache, rows replaced as they end.
+
+The host only queues work and keeps the books of `slots.py`; what was drawn stays on the card until a call ends. It
+looks for ended rows one chunk of steps late, so that the card never waits for it. Each prompt is prefilled once,
+packed with others, and its samples share its pages. Draws are those of `TransformersEngine` up to rounding: that one
+is the reference, and runs where this one cannot (`embedded.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from eepo import kernels
+from eepo.attention import packed_attention
+from eepo.head import Head
+from eepo.kernels.rows import Outputs, RowState
+from eepo.rollout.randomness import row_key
+from eepo.rollout.slots import PAGE, SCRATCH, Prefix, Row, Slots, pages_needed
+from eepo.rollout.transformers import TransformersEngine
+from eepo.types import Completion, Prompt, Sampling
+
+log = logging.getLogger(__name__)
+
+AHEAD = 4  # decode steps queued at a time
+PREFILL_TOKENS = 16384  # at a time
+KEEP_SHARE = 0.1  # of the card: a larger cache is given back after each call, for training to use
+MEMORY_SHARE = 0.9  # of what is free: what a cache may take
+MAX_OUTPUTS = 1 << 26  # tokens drawn in one go: 12 bytes each
+CLOSE = 0.03  # relative, in bf16
+
+
+class PagedEngine(TransformersEngine):
+    """Owns `model`: give it a copy that nobody trains."""
+
+    def __init__(self, model: Any, tokenizer: Any, max_rows: int = 1024, stop: str = "", graphs: bool = True) -> None:
+        super().__init__(model, tokenizer, max_rows, stop)
+        self.graphs = graphs and self.device.type == "cuda"
+        self.cache = _Cache(model)
+        self._ends = _power_of_two(self._eos.tolist(), self.device)
+        self._buffers: _Buffers | None = None
+        self._short = False  # of memory for all pages that might be wanted
+
+    def unusable(self) -> str:
+        """Why, in a few words; nothing if the paged model says what the family's own attention says."""
+        if self.device.type == "cuda" and not kernels.available(self.device):
+            return "Triton is not installed"
+        ids = torch.arange(1, 2 * PAGE // 3, device=self.device).unsqueeze(0) % self.model.config.vocab_size
+        with torch.inference_mode():
+            usual = self.model.config._attn_implementation
+            expected = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, -2:]
+            try:
+                ours = self.cache.try_out(ids)
+            except (NotImplementedError, TypeError, RuntimeError, AttributeError) as error:
+                self.model.config._attn_implementation = usual
+                return (str(error).strip() or type(error).__name__).splitlines()[0]
+        gap = float((ours - expected).float().norm() / expected.float().norm())
+        if gap > CLOSE:
+            self.model.config._attn_implementation = usual
+            return f"its attention is off by {gap:.1g}"
+        return ""
+
+    @torch.inference_mode()
+    def generate(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[list[Completion]]:
+        groups: list[list[Completion]] = []
+        per_call = max(1, MAX_OUTPUTS // (num_samples * sampling.max_new_tokens))
+        for start in range(0, len(prompts), per_call):
+            groups += self._generate(prompts[start : start + per_call], num_samples, sampling)
+        if self._buffers is not None and self._buffers.num_bytes > KEEP_SHARE * _card_bytes(self.device):
+            self._forget_buffers()
+        return groups
+
+    def limit(self, prompt: Prompt, sample: int, sampling: Sampling) -> int:
+        """Most tokens of one completion. Benchmarks put lengths of their own here."""
+        return sampling.max_new_tokens
+
+    def _generate(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[list[Completion]]:
+        prefixes = [Prefix(place, len(prompt.token_ids)) for place, prompt in enumerate(prompts)]
+        rows = [
+            Row(prefix, prefix.place * num_samples + sample, self.limit(prompts[prefix.place], sample, sampling))
+            for prefix in prefixes
+            for sample in range(num_samples)
+        ]
+        keys = [row_key(sampling, prompt, sampling.first_sample + s) for prompt in prompts for s in range(num_samples)]
+        buffers = self._room_for([prefix.length for prefix in prefixes], num_samples, sampling.max_new_tokens)
+        buffers.reset(1 / sampling.temperature if sampling.temperature > 0 else 0.0)
+        slots = Slots(rows, buffers.num_slots, buffers.num_pages)
+        _Run(self, buffers, slots, prompts, torch.tensor(keys, device=self.device)).finish()
+        if slots.num_restarts:
+            log.warning("%d completions began again: the cache is short of memory", slots.num_restarts)
+        completions = buffers.completions(len(rows), self.tokenizer)
+        return [completions[start : start + num_samples] for start in range(0, len(rows), num_samples)]
+
+    def _room_for(self, prompt_lengths: list[int], num_samples: int, max_new_tokens: int) -> _Buffers:
+        """What the last call left, if it is large enough; else a larger one, as far as memory goes."""
+        num_rows = len(prompt_lengths) * num_samples
+        num_slots = min(self.max_rows, -(-num_rows // 8) * 8)
+        wanted, least = pages_needed(prompt_lengths, num_samples, max_new_tokens, num_slots)
+        longest = max(prompt_lengths) + max_new_tokens
+        sizes = num_slots, longest, num_rows, max_new_tokens
+        enough = least if self._short else wanted
+        if self._buffers is not None and self._buffers.hold(*sizes) and self._buffers.num_pages >= enough:
+            return self._buffers
+        self._forget_buffers()
+        pages = max(least, min(wanted, int(_free_bytes(self.device) * MEMORY_SHARE) // self.cache.page_bytes))
+        while self._buffers is None:
+            try:
+                self._buffers = _Buffers(self, pages, *sizes)
+            except torch.cuda.OutOfMemoryError:
+                if pages == least:
+                    raise
+                pages = max(least, pages // 2)
+        if pages < wanted and not self._short:
+            log.warning("the cache has room for %.0f %% of %d rows at their longest", 100 * pages / wanted, num_slots)
+        self._short = pages < wanted
+        return self._buffers
+
+    def _forget_buffers(self) -> None:
+        self._buffers = None
+        self.cache.pool = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+class _Cache:
+    """Keys and values of all layers in pages, and the attention that reads and writes them."""
+
+    def __init__(self, model: Any) -> None:
+        config = model.config.get_text_config()
+        self.model = model
+        self.num_layers: int = config.num_hidden_layers
+        self.num_heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        self.size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.name = f"eepo-paged-{id(self)}"
+        self.page_bytes = 2 * self.num_layers * self.num_heads * PAGE * self.size * model.dtype.itemsize
+        self.pool: Tensor | None = None  # [layers, 2, pages, heads, PAGE, size]
+        self.prefill: _Prefill | None = None  # the prompts of this pass; None: one new token in each row
+        self.tables: Tensor | None = None  # [R, pages of a row]
+        self.positions: Tensor | None = None  # [R]
+
+    def make(self, num_pages: int, tables: Tensor, positions: Tensor) -> None:
+        """Empty, except that a page nobody wrote holds zeros: the scratch page is read."""
+        shape = (self.num_layers, 2, num_pages, self.num_heads, PAGE, self.size)
+        self.pool = torch.empty(shape, dtype=self.model.dtype, device=self.model.device)
+        self.pool[:, :, SCRATCH] = 0
+        self.tables, self.positions = tables, positions
+        AttentionInterface.register(self.name, self.attend)
+        self.model.config._attn_implementation = self.name
+
+    @torch.compiler.disable
+    def attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
+        scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None, **options: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        """What `transformers` calls in each layer: query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]."""
+        if self.pool is None or self.tables is None or self.positions is None or options.get("s_aux") is not None:
+            raise NotImplementedError("paged attention knows no sinks")
+        keys, values = self.pool[module.layer_idx]
+        scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+        if self.prefill is not None:
+            if softcap:
+                raise NotImplementedError("packed attention knows no caps")
+            plan = self.prefill
+            keys[plan.pages, :, plan.offsets] = key[0].transpose(0, 1)
+            values[plan.pages, :, plan.offsets] = value[0].transpose(0, 1)
+            return packed_attention(query, key, value, plan.starts, plan.longest, scale, sliding_window or 0), None
+        paged_attention = kernels.chosen("paged_attention", query.device)
+        new = [part[0].transpose(0, 1) for part in (query, key, value)]
+        out = paged_attention(
+            *new, keys, values, self.tables, self.positions, scale, softcap or 0.0, sliding_window or 0
+        )
+        return out.unsqueeze(0), None
+
+    def try_out(self, ids: Tensor) -> Tensor:
+        """Hidden states of the last two tokens: the first by prefill, the second by a decode step after it."""
+        device, length = ids.device, ids.shape[1]
+        self.make(
+            3, torch.tensor([[1, 2]], dtype=torch.int32, device=device), torch.tensor([length - 1], device=device)
+        )
+        self.prefill = _Prefill.of([ids[0, :-1].tolist()], [[1, 2]], device)
+        first = self.prefill.run(self.model)[0]
+        self.prefill = None
+        second = self.decode(ids[0, -1:], torch.tensor([length - 1], device=device))
+        self.pool = None
+        return torch.stack([first, second[0]])
+
+    def decode(self, tokens: Tensor, positions: Tensor) -> Tensor:  # [B], [B] -> [B, H]
+        """Rows lie side by side in one sequence, as prompts do in a prefill: a compiled layer then is one for both."""
+        output = self.model.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
+        return output.last_hidden_state[0]
+
+
+@dataclass
+class _Prefill:
+    """Prompts laid end to end, and where each token's keys and values go."""
+
+    input_ids: Tensor  # [1, N]
+    position_ids: Tensor  # [1, N]
+    starts: Tensor  # [P + 1] int32
+    longest: int
+    pages: Tensor  # [N]
+    offsets: Tensor  # [N]
+
+    @classmethod
+    def of(cls, prompts: list[Sequence[int]], pages: list[list[int]], device: torch.device) -> _Prefill:
+        ids = [token for prompt in prompts for token in prompt]
+        places = [place for prompt in prompts for place in range(len(prompt))]
+        own = [
+            table[place // PAGE] for prompt, table in zip(prompts, pages, strict=True) for place in range(len(prompt))
+        ]
+        flat = _send([ids, places, own], device)
+        starts = _send([0, *accumulate(map(len, prompts))], device).int()
+        return cls(flat[:1], flat[1:2], starts, max(map(len, prompts)), flat[2], flat[1] % PAGE)
+
+    def run(self, model: Any) -> Tensor:  # [P, H]
+        output = model.base_model(input_ids=self.input_ids, position_ids=self.position_ids, use_cache=False)
+        return output.last_hidden_state[0, self.starts[1:].long() - 1]
+
+
+class _Buffers:
+    """All that decode steps read and write, at fixed addresses, and the graphs that know these."""
+
+    def __init__(
+        self, engine: PagedEngine, num_pages: int, num_slots: int, longest: int, num_lines: int, max_new_tokens: int
+    ) -> None:
+        self.engine, self.num_slots, self.num_pages = engine, num_slots, num_pages
+        device = engine.device
+        self.state = RowState.of(num_slots, device)
+        self.outputs = Outputs(
+            tokens=torch.zeros(num_lines, max_new_tokens, dtype=torch.int32, device=device),
+            logprobs=torch.zeros(num_lines, max_new_tokens, device=device),
+            entropies=torch.zeros(num_lines, max_new_tokens, device=device),
+            lengths=torch.zeros(num_lines, dtype=torch.int32, device=device),
+            finished=torch.zeros(num_lines, dtype=torch.int32, device=device),
+        )
+        width = -(-(longest + AHEAD) // PAGE) + 1
+        self.tables = torch.full((num_slots, width), SCRATCH, dtype=torch.int32, device=device)
+        self.every = torch.arange(num_slots, device=device)
+        self.inverse_temperature = torch.zeros(1, device=device)
+        engine.cache.make(num_pages, self.tables, self.state.positions)
+        self.num_bytes = num_pages * engine.cache.page_bytes
+        self.sizes = _sizes(num_slots)
+        self._graphs: dict[int, Any] = {}
+        self._memory: Any = None
+
+    def hold(self, num_slots: int, longest: int, num_lines: int, max_new_tokens: int) -> bool:
+        """Whether a call of these sizes finds room; pages are another matter."""
+        lines, tokens = self.outputs.tokens.shape
+        wide = self.tables.shape[1] * PAGE >= longest + AHEAD + PAGE
+        return wide and self.num_slots >= num_slots and lines >= num_lines and tokens >= max_new_tokens
+
+    def reset(self, inverse_temperature: float) -> None:
+        self.inverse_temperature.fill_(inverse_temperature)
+        self.clear(range(self.num_slots))
+
+    def clear(self, slots: Iterable[int]) -> None:
+        """Slots without a row write to the scratch page, and draw nothing."""
+        index = _send(list(slots), self.every.device)
+        for one in (self.state.live, self.state.positions, self.tables):
+            one.index_fill_(0, index, 0)
+
+    def step(self, num_rows: int) -> None:
+        """One token more for the live ones of the lowest slots, in a graph of the next larger size."""
+        size = next(size for size in self.sizes if size >= num_rows)
+        if not self.engine.graphs:
+            return self._step(size)
+        if size not in self._graphs:
+            self._graphs[size] = self._capture(size)
+        self._graphs[size].replay()
+
+    def _step(self, size: int) -> None:
+        hidden = self.engine.cache.decode(self.state.tokens[:size], self.state.positions[:size])
+        self.draw(hidden, self.every[:size], self.every[:size])
+
+    def draw(self, hidden: Tensor, sources: Tensor, slots: Tensor) -> None:
+        draw = kernels.chosen("draw", hidden.device)
+        logits = Head.of(self.engine.model).logits(hidden)
+        draw(logits, sources, slots, self.inverse_temperature, self.engine._ends, self.state, self.outputs)
+
+    def _capture(self, size: int) -> Any:
+        """Warmed up with no row live: keys and values are then written twice, the same both times."""
+        live = self.state.live.clone()
+        self.state.live.zero_()
+        self._step(size)
+        graph: Any = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._memory):
+                self._step(size)
+        except RuntimeError as error:
+            log.warning("sampling without CUDA graphs: %s", str(error).strip().splitlines()[0])
+            self.engine.graphs, graph = False, _Uncaptured(self, size)
+        else:
+            self._memory = self._memory or graph.pool()
+        self.state.live.copy_(live)
+        return graph
+
+    def completions(self, num_lines: int, tokenizer: Any) -> list[Completion]:
+        """Only tokens that exist leave the card, in three pieces."""
+        out = self.outputs
+        lengths = out.lengths[:num_lines].tolist()
+        exist = torch.arange(max(lengths), device=out.lengths.device) < out.lengths[:num_lines, None]
+        columns = [
+            list(_cut(matrix[:num_lines, : max(lengths)][exist].tolist(), lengths))
+            for matrix in (out.tokens, out.logprobs, out.entropies)
+        ]
+        texts = tokenizer.batch_decode([list(ids) for ids in columns[0]], skip_special_tokens=True)
+        finished = out.finished[:num_lines].tolist()
+        return [
+            Completion(token_ids=tokens, logprobs=logprobs, text=text, finished=bool(done), entropies=entropies)
+            for tokens, logprobs, entropies, text, done in zip(*columns, texts, finished, strict=True)
+        ]
+
+
+@dataclass
+class _Uncaptured:
+    """Stands for a graph where none could be captured."""
+
+    buffers: _Buffers
+    size: int
+
+    def replay(self) -> None:
+        self.buffers._step(self.size)
+
+
+@dataclass
+class _Run:
+    """One call: rows in, rows out, until none is left."""
+
+    engine: PagedEngine
+    buffers: _Buffers
+    slots: Slots
+    prompts: Sequence[Prompt]
+    keys: Tensor  # [lines]
+
+    def finish(self) -> None:
+        last: _Sight | None = None
+        while not self.slots.done:
+            self.admit()
+            self.reserve()
+            num_rows = self.slots.highest()
+            for _ in range(AHEAD):
+                self.buffers.step(num_rows)
+            sight = _Sight(self.buffers.state.live, self.slots.running)
+            if last is not None:
+                self.harvest(last)  # while the card works
+            last = sight
+
+    def admit(self) -> None:
+        """Prefill what is new, hand the rows their pages, and draw their first tokens."""
+        rows = self.slots.admit(AHEAD)
+        if not rows:
+            return
+        prefixes = list({id(row.prefix): row.prefix for row in rows}.values())
+        hidden = torch.cat([self._prefill(part) for part in _parts(prefixes, PREFILL_TOKENS)])
+        self._copy_tails(rows)
+        self._enter(rows)
+        order = {id(prefix): place for place, prefix in enumerate(prefixes)}
+        sources, slots = _send([[order[id(row.prefix)], row.slot] for row in rows], hidden.device).t().contiguous()
+        self.buffers.draw(hidden, sources, slots)
+
+    def _prefill(self, prefixes: list[Prefix]) -> Tensor:  # [P, H]
+        ids: list[Sequence[int]] = [self.prompts[prefix.place].token_ids for prefix in prefixes]
+        cache = self.engine.cache
+        cache.prefill = _Prefill.of(ids, [prefix.pages for prefix in prefixes], self.keys.device)
+        try:
+            return cache.prefill.run(self.engine.model)
+        finally:
+            cache.prefill = None
+
+    def _copy_tails(self, rows: list[Row]) -> None:
+        """Rows write after their prompt, so each has its last, unfilled page for itself."""
+        tails = [(row.prefix.pages[-1], row.pages[0]) for row in rows if row.prefix.length % PAGE]
+        pool = self.engine.cache.pool
+        if tails and pool is not None:
+            pairs = _send(tails, pool.device)
+            pool[:, :, pairs[:, 1]] = pool[:, :, pairs[:, 0]]
+
+    def _enter(self, rows: list[Row]) -> None:
+        state, tables = self.buffers.state, self.buffers.tables
+        numbers = [[row.slot, row.prefix.length - 1, row.limit, row.line] for row in rows]
+        slots, positions, limits, lines = _send(numbers, self.keys.device).t().contiguous()
+        state.positions[slots], state.limits[slots], state.outputs[slots] = positions, limits, lines
+        state.keys[slots] = self.keys[lines]
+        state.live.index_fill_(0, slots, 1)
+        state.num_drawn.index_fill_(0, slots, 0)
+        own = [[*row.prefix.pages[: row.prefix.num_full], *row.pages] for row in rows]
+        width = max(map(len, own))
+        filled = [[*pages, *([SCRATCH] * (width - len(pages)))] for pages in own]
+        tables[slots, :width] = _send(filled, tables.device).int()
+
+    def reserve(self) -> None:
+        added, freed = self.slots.reserve(AHEAD)
+        if freed:
+            self.buffers.clear(freed)
+        if added:
+            slot, index, page = _send(added, self.keys.device).t()
+            self.buffers.tables[slot, index] = page.int()
+
+    def harvest(self, sight: _Sight) -> None:
+        ended = sight.ended()
+        if ended:
+            self.buffers.clear([self.slots.end(row) for row in ended])
+        sizes = self.buffers.sizes
+        fits = next(size for size in sizes if size >= self.slots.num_live)
+        if not self.slots.waiting and fits < next(size for size in sizes if size >= self.slots.highest()):
+            self._compact()
+
+    def _compact(self) -> None:
+        """The pages stay where they are: only the rows' numbers move."""
+        moves = _send(self.slots.compact(), self.keys.device)
+        for one in (
+            *(getattr(self.buffers.state, part.name) for part in fields(self.buffers.state)),
+            self.buffers.tables,
+        ):
+            one[: len(moves)] = one[moves]
+        self.buffers.clear(range(len(moves), self.buffers.num_slots))
+
+
+class _Sight:
+    """Which rows live at this point of the card's queue; known to the host once the card has come there."""
+
+    def __init__(self, live: Tensor, rows: list[Row]) -> None:
+        self.rows = [(row, row.slot) for row in rows]
+        self.live = torch.empty(live.shape, dtype=live.dtype, pin_memory=live.is_cuda).copy_(live, non_blocking=True)
+        self.there = torch.cuda.Event() if live.is_cuda else None
+        if self.there is not None:
+            self.there.record()
+
+    def ended(self) -> list[Row]:
+        """Those that still sit in the slot where they were seen, dead. One that began again has left it."""
+        if self.there is not None:
+            self.there.synchronize()
+        live = self.live.tolist()
+        return [row for row, slot in self.rows if not live[slot] and row.slot >= 0]
+
+
+def _send(numbers: Sequence[Any], device: torch.device) -> Tensor:
+    """To the card without waiting for it: a plain copy would wait until all that is queued is done."""
+    here = torch.tensor(numbers, dtype=torch.int64)
+    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
+
+
+def _parts(prefixes: list[Prefix], max_tokens: int) -> Iterator[list[Prefix]]:
+    part: list[Prefix] = []
+    size = 0
+    for prefix in prefixes:
+        if part and size + prefix.length > max_tokens:
+            yield part
+            part, size = [], 0
+        part.append(prefix)
+        size += prefix.length
+    yield part
+
+
+def _sizes(num_slots: int) -> list[int]:
+    """Of the graphs: finer where rows are many, as that is where padding rows would cost."""
+    sizes = [size for size in (8, 16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 896) if size < num_slots]
+    return [*sizes, *range(1024, num_slots, 256), num_slots]
+
+
+def _cut(values: list[Any], lengths: list[int]) -> Iterator[tuple[Any, ...]]:
+    start = 0
+    for length in lengths:
+        yield tuple(values[start : start + length])
+        start += length
+
+
+def _power_of_two(ends: list[int], device: torch.device) -> Tensor:
+    size = 1 << (len(ends) - 1).bit_length()
+    return torch.tensor([*ends, *([-1] * (size - len(ends)))], device=device)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Of the card, and what torch has reserved of it and does not use."""
+    if device.type != "cuda":
+        return 1 << 30
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def _card_bytes(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 1 << 34

@@ -1,0 +1,174 @@
+"""Which completion sits in which slot, and which pages of the cache it holds: the host's side of the paged engine.
+
+Nothing here touches a device, so that it can be read, and tested, as what it is: book-keeping.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+PAGE = 64  # tokens
+SCRATCH = 0  # the page that slots without a row write to
+
+
+@dataclass(eq=False)
+class Prefix:
+    """A prompt's cached keys and values, shared by its rows: held as long as one of them is in a slot."""
+
+    place: int  # of the prompt, in the call
+    length: int  # tokens
+    num_live: int = 0  # rows in slots
+    pages: list[int] = field(default_factory=list)
+
+    @property
+    def num_full(self) -> int:
+        """Pages that no completion token can fall into: rows read them where they lie."""
+        return self.length // PAGE
+
+
+@dataclass(eq=False)
+class Row:
+    """One completion."""
+
+    prefix: Prefix
+    line: int  # of the outputs
+    limit: int  # most tokens it may have
+    slot: int = -1  # -1: waits
+    length: int = 0  # tokens cached at most by now: exact while it lives
+    pages: list[int] = field(default_factory=list)  # its own, after the full ones of its prefix
+
+    @property
+    def room(self) -> int:
+        """Tokens that its pages, and those it shares, hold."""
+        return (self.prefix.num_full + len(self.pages)) * PAGE
+
+    @property
+    def longest(self) -> int:
+        return self.prefix.length + self.limit
+
+
+class Slots:
+    """`num_slots` rows at a time over `num_pages` pages. Where pages run out, the youngest rows wait again.
+
+    A row that waits again begins again: its random numbers are its own, so it ends up the same.
+    """
+
+    def __init__(self, rows: Iterable[Row], num_slots: int, num_pages: int) -> None:
+        self.waiting = deque(rows)
+        self.rows: list[Row | None] = [None] * num_slots
+        self.free_slots = list(range(num_slots - 1, -1, -1))
+        self.free_pages = list(range(num_pages - 1, SCRATCH, -1))
+        self.num_restarts = 0
+
+    @property
+    def running(self) -> list[Row]:
+        return [row for row in self.rows if row is not None]
+
+    @property
+    def num_live(self) -> int:
+        return len(self.rows) - len(self.free_slots)
+
+    @property
+    def done(self) -> bool:
+        return not self.waiting and self.num_live == 0
+
+    def admit(self, ahead: int) -> list[Row]:
+        """Rows that enter now, with pages for their prompt and for `ahead` tokens after it."""
+        entered: list[Row] = []
+        while self.waiting and self.free_slots:
+            row = self.waiting[0]
+            new = not row.prefix.pages
+            for_prefix = _num_pages(row.prefix.length) if new else 0
+            own = _num_pages(min(row.prefix.length + ahead, row.longest)) - row.prefix.num_full
+            spare = self.num_live  # each live row may soon want one more
+            if for_prefix + own + spare > len(self.free_pages):
+                break
+            self.waiting.popleft()
+            if new:
+                row.prefix.pages = self._take(for_prefix)
+            row.prefix.num_live += 1
+            row.pages, row.length = self._take(own), row.prefix.length
+            row.slot = self.free_slots.pop()
+            self.rows[row.slot] = row
+            entered.append(row)
+        return entered
+
+    def reserve(self, ahead: int) -> tuple[list[tuple[int, int, int]], list[int]]:
+        """Pages for `ahead` more tokens of every row: (slot, index, page) of new ones, and slots that were freed."""
+        added: list[tuple[int, int, int]] = []
+        freed: list[int] = []
+        for row in sorted(self.running, key=lambda row: -row.length):  # the oldest first
+            if row.slot < 0:  # made to wait by one before it
+                continue
+            row.length = min(row.length + ahead, row.longest)
+            while row.room < row.length:
+                if not self.free_pages:
+                    victim = self._youngest(row)
+                    freed.append(victim.slot)
+                    self._restart(victim)
+                    continue
+                added.append((row.slot, row.prefix.num_full + len(row.pages), self.free_pages[-1]))
+                row.pages.append(self.free_pages.pop())
+        return [one for one in added if one[0] not in freed], freed
+
+    def end(self, row: Row) -> int:
+        """`row` is complete; returns the slot that it leaves."""
+        return self._leave(row)
+
+    def compact(self) -> list[int]:
+        """Move live rows to the lowest slots; returns, for each of these, the slot that its row comes from."""
+        running = self.running
+        moves = [row.slot for row in running]
+        self.rows = [*running, *([None] * (len(self.rows) - len(running)))]
+        for slot, row in enumerate(running):
+            row.slot = slot
+        self.free_slots = list(range(len(self.rows) - 1, len(running) - 1, -1))
+        return moves
+
+    def highest(self) -> int:
+        """One more than the highest slot in use."""
+        return max((row.slot + 1 for row in self.running), default=0)
+
+    def _youngest(self, but: Row) -> Row:
+        others = [row for row in self.running if row is not but]
+        if not others:
+            raise MemoryError("one completion alone does not fit the cache")
+        return min(others, key=lambda row: row.length)
+
+    def _restart(self, row: Row) -> None:
+        self._leave(row)
+        self.waiting.appendleft(row)
+        self.num_restarts += 1
+
+    def _leave(self, row: Row) -> int:
+        slot, row.slot = row.slot, -1
+        self.rows[slot] = None
+        self.free_slots.append(slot)
+        self.free_pages += row.pages
+        row.pages, row.length = [], 0
+        row.prefix.num_live -= 1
+        if row.prefix.num_live == 0:
+            self.free_pages += row.prefix.pages
+            row.prefix.pages = []
+        return slot
+
+    def _take(self, count: int) -> list[int]:
+        return [self.free_pages.pop() for _ in range(count)]
+
+
+def _num_pages(num_tokens: int) -> int:
+    return -(-num_tokens // PAGE)
+
+
+def pages_needed(
+    prompt_lengths: Sequence[int], num_samples: int, max_new_tokens: int, num_slots: int
+) -> tuple[int, int]:
+    """Pages with which nobody ever waits for one, and the fewest with which the longest row alone still ends."""
+    longest = max(prompt_lengths)
+    own = _num_pages(longest % PAGE + max_new_tokens) + 1
+    prompts = min(len(prompt_lengths), num_slots)
+    shared = sum(sorted(map(_num_pages, prompt_lengths), reverse=True)[:prompts])
+    rows = min(num_slots, len(prompt_lengths) * num_samples)
+    return 1 + shared + rows * (own + 1), 1 + _num_pages(longest) + own + 1
