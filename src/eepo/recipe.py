@@ -36,6 +36,11 @@ def parse(kind: type[Config], tables: dict[str, Any], source: str) -> Config:
     return config
 
 
+def read_section(kind: type[Any], table: dict[str, Any], source: str, prefix: str) -> Any:
+    """One section alone as a `kind`, for hosts that bring their own file format; `prefix` is how they name it."""
+    return _read(kind, table, source, prefix)
+
+
 def dump(config: Any) -> str:
     """The config as TOML that reads back to the same config. (JSON and TOML agree on the values we have.)"""
     tables = dataclasses.asdict(config)

@@ -1,0 +1,3 @@
+from eepo.adapters.verl.launch import main
+
+main()

@@ -1,0 +1,101 @@
+"""Rows that know their stage, in verl's own key scheme, and the metrics of each stage.
+
+verl keys a row `{uid}_{session}_{index}`. Each stage asks for its prompts under a uid of its own, `{group}-{stage}`, so
+that no stage overwrites another's rows; before training all rows get their group's uid back, because advantages are
+normalised over rows of equal uid: the whole group, both stages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transfer_queue as tq
+from tensordict import TensorDict
+from transfer_queue import KVBatchMeta
+from verl.utils import tensordict_utils as tu
+
+
+def stage_uid(group: str, stage: int) -> str:
+    return f"{group}-{stage}"
+
+
+def stage_of(key: str) -> int | None:
+    """None for rows that verl made up as padding."""
+    return None if key.startswith("pad") else int(key.rsplit("_", 2)[0].rsplit("-", 1)[1])
+
+
+def group_of(key: str) -> str:
+    return key.rsplit("_", 2)[0].rsplit("-", 1)[0]
+
+
+def staged_prompts(prompts: TensorDict, stage: int, num_samples: int) -> TensorDict:
+    """The same prompts under this stage's uids; verl's agent loops draw `num_samples` completions for each."""
+    staged = prompts.clone(recurse=False)
+    tu.assign_non_tensor_stack(staged, "uid", [stage_uid(str(uid), stage) for uid in prompts["uid"]])
+    tu.assign_non_tensor_data(staged, "__rollout_n__", num_samples)
+    return staged
+
+
+def joined(batches: list[KVBatchMeta]) -> KVBatchMeta:
+    keys = [key for batch in batches for key in batch.keys]
+    tags = [tag for batch in batches for tag in batch.tags]
+    return KVBatchMeta(partition_id=batches[-1].partition_id, keys=keys, tags=tags)
+
+
+class StagedBuffer:
+    """verl's replay buffer, or the user's own. Where the trainer samples a training batch it gets all stages."""
+
+    def __init__(self, buffer: Any) -> None:
+        self.buffer = buffer
+        self.earlier: list[KVBatchMeta] = []  # rows of this step's finished stages
+
+    def add_stage(self, **request: Any) -> None:
+        """Wait for the stage that was asked for last."""
+        batch, _ = self.buffer.sample(partition_id="train", **request)
+        self.earlier.append(batch)
+
+    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
+        batch, metrics = self.buffer.sample(
+            global_steps=global_steps, partition_id=partition_id, batch_size=batch_size
+        )
+        if partition_id != "train" or not self.earlier:
+            return batch, metrics
+        batch = joined([*self.earlier, batch])
+        self.earlier = []
+        groups = tu.get_tensordict({"uid": [group_of(key) for key in batch.keys]})
+        tq.kv_batch_put(keys=batch.keys, partition_id=partition_id, fields=groups)
+        return batch, metrics
+
+
+def row_entropies(batch: KVBatchMeta) -> tuple[float, int]:
+    """Sum over tokens of −log p under the weights that sampled, an unbiased estimate of their entropy; and the tokens."""
+    fields = ["rollout_log_probs", "response_mask"]
+    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+    mask = data["response_mask"].values().bool()
+    return -float(data["rollout_log_probs"].values()[mask].double().sum()), int(mask.sum())
+
+
+def stage_metrics(batch: KVBatchMeta, max_length: int) -> dict[str, float]:
+    """Means over each stage's completions, as `eepo/stageN/…`."""
+    fields = ["rollout_log_probs", "response_mask", "rm_scores", "advantages"]
+    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+    columns = {name: data[name].unbind() for name in fields}  # ragged rows
+    stages: dict[int, list[int]] = {}
+    for row, key in enumerate(batch.keys):
+        if (stage := stage_of(key)) is not None:
+            stages.setdefault(stage, []).append(row)
+    metrics = {}
+    for stage, rows in sorted(stages.items()):
+        masks = [columns["response_mask"][row].bool() for row in rows]
+        num_tokens = max(sum(int(mask.sum()) for mask in masks), 1)
+        entropy = -sum(float(columns["rollout_log_probs"][row][m].sum()) for row, m in zip(rows, masks, strict=True))
+        advantage = sum(float(columns["advantages"][row][m].sum()) for row, m in zip(rows, masks, strict=True))
+        metrics |= {
+            f"eepo/stage{stage}/completions": len(rows),
+            f"eepo/stage{stage}/reward": sum(float(columns["rm_scores"][row].sum()) for row in rows) / len(rows),
+            f"eepo/stage{stage}/entropy": entropy / num_tokens,
+            f"eepo/stage{stage}/advantage": advantage / num_tokens,
+            f"eepo/stage{stage}/length": sum(len(mask) for mask in masks) / len(rows),
+            f"eepo/stage{stage}/truncated_share": sum(len(mask) >= max_length for mask in masks) / len(rows),
+        }
+    return metrics

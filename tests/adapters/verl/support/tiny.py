@@ -1,0 +1,107 @@
+"""What a verl run needs, as small as it gets: a byte-level model, prompts as Parquet, a reward, a command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+NUM_PROMPTS = 12
+
+
+def write_model(folder: Path) -> None:
+    """About 40,000 weights with wide distributions; head and embedding are tied, as in the smaller of real models."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*alphabet, "<|im_start|>", "<|im_end|>", "<|pad|>"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|pad|>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE, **special).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(vocabulary),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        eos_token_id=vocabulary["<|im_end|>"],
+        pad_token_id=vocabulary["<|pad|>"],
+        initializer_range=0.3,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+
+
+def write_prompts(path: Path) -> None:
+    rows = [
+        {
+            "data_source": "tiny",
+            "prompt": [{"role": "user", "content": f"say {chr(97 + i) * (1 + i % 4)}"}],
+            "reward_model": {"style": "rule", "ground_truth": chr(97 + i)},
+            "extra_info": {"index": i},
+        }
+        for i in range(NUM_PROMPTS)
+    ]
+    pandas.DataFrame(rows).to_parquet(path)
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any) -> float:
+    """Something that differs between completions."""
+    return float(sum(map(ord, solution_str)) % 2)
+
+
+def command_line(model: Path, prompts: Path, out: Path, num_steps: int) -> list[str]:
+    """Overrides for verl's `ppo_trainer`: 2 ranks of FSDP2 in fp32, one rollout server, 3 prompts of 4 completions."""
+    return [
+        f"data.train_files={prompts}",
+        f"data.val_files={prompts}",
+        "data.train_batch_size=3",
+        "data.max_prompt_length=64",
+        "data.max_response_length=8",
+        "data.shuffle=false",
+        "data.dataloader_num_workers=0",
+        "algorithm.adv_estimator=grpo",
+        f"actor_rollout_ref.model.path={model}",
+        "actor_rollout_ref.model.use_remove_padding=false",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=false",
+        "+actor_rollout_ref.model.override_config.attn_implementation=eager",
+        "actor_rollout_ref.actor.strategy=fsdp2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=3",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+        "actor_rollout_ref.actor.optim.lr=0.01",
+        "actor_rollout_ref.actor.optim.optimizer=Adam",
+        "+actor_rollout_ref.actor.optim.override_optimizer_config.eps=0.01",
+        "actor_rollout_ref.actor.use_torch_compile=false",
+        "actor_rollout_ref.actor.fsdp_config.use_torch_compile=false",
+        "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32",
+        "actor_rollout_ref.rollout.name=transformers",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.rollout.dtype=float32",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2",
+        "actor_rollout_ref.rollout.agent.num_workers=1",
+        "algorithm.rollout_correction.bypass_mode=true",
+        "reward.num_workers=1",
+        f"reward.custom_reward_function.path={__file__}",
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+        "trainer.device=cpu",
+        "trainer.n_gpus_per_node=2",
+        "trainer.val_before_train=false",
+        "trainer.logger=[console,file]",
+        f"trainer.total_training_steps={num_steps}",
+        f"trainer.default_local_dir={out}/checkpoints",
+        f"trainer.rollout_data_dir={out}/rollouts",
+        "trainer.save_freq=1",
+        "+ray_kwargs.ray_init.num_gpus=2",
+        "+ray_kwargs.ray_init.num_cpus=16",
+        "+ray_kwargs.ray_init.include_dashboard=false",
+        f"hydra.run.dir={out}/hydra",
+    ]

@@ -1,0 +1,99 @@
+"""A rollout backend for verl: one Ray actor with a plain `transformers` model, and a diary of what it was told.
+
+Every push of weights and every completion is written to EEPO_TEST_DIARY, so that a test can check afterwards what was
+sampled from which weights. A completion's draws depend on its prompt, the weights' version and how many completions of
+that prompt came before it: the same, whoever asks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+from verl.workers.rollout.base import BaseRollout
+from verl.workers.rollout.replica import RolloutReplica, TokenOutput
+
+SERVER = "transformers_server_{}"
+
+
+class TransformersServer:
+    def __init__(self, path: str, max_new_tokens: int) -> None:
+        torch.set_num_threads(1)
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self.max_new_tokens = max_new_tokens
+        self.diary = Path(os.environ["EEPO_TEST_DIARY"])
+        self.num_pushes = len(list(self.diary.glob("push-*.safetensors")))
+        self.version = -1
+        self.asleep = True
+        self.num_drawn: dict[tuple[int, tuple[int, ...]], int] = {}
+
+    async def load(self, weights: dict[str, torch.Tensor], version: int | None) -> None:
+        self.model.load_state_dict(weights, strict=False)
+        self.num_pushes += 1
+        save_file(dict(self.model.named_parameters()), self.diary / f"push-{self.num_pushes:03d}.safetensors")
+        self.version = version if version is not None else self.version
+        self._write(event="push", push=self.num_pushes, version=version)
+
+    async def generate(self, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any) -> TokenOutput:
+        assert not self.asleep, "asked for a completion while asleep"
+        count = self.num_drawn.get((self.version, tuple(prompt_ids)), 0)
+        self.num_drawn[self.version, tuple(prompt_ids)] = count + 1
+        draws = torch.Generator().manual_seed(hash((self.version, count, *prompt_ids)) % 2**31)
+        length = self.max_new_tokens - count % 3  # ragged
+        ids, logprobs = self._sample(prompt_ids, length, sampling_params["temperature"] or 1.0, draws)
+        self._write(event="completion", push=self.num_pushes, prompt=prompt_ids, ids=ids, logprobs=logprobs)
+        return TokenOutput(token_ids=ids, log_probs=logprobs, extra_fields={"global_steps": self.version})
+
+    @torch.no_grad()
+    def _sample(
+        self, prompt: list[int], length: int, temperature: float, draws: torch.Generator
+    ) -> tuple[list[int], list[float]]:
+        ids, logprobs = list(prompt), []
+        while len(logprobs) < length:
+            logp = (self.model(torch.tensor([ids])).logits[0, -1] / temperature).log_softmax(-1)
+            ids.append(int(torch.multinomial(logp.exp(), 1, generator=draws)))
+            logprobs.append(float(logp[ids[-1]]))
+        return ids[len(prompt) :], logprobs
+
+    async def sleep(self) -> None:
+        self.asleep = True
+        self._write(event="sleep")
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        self.asleep = False
+
+    def _write(self, **entry: Any) -> None:
+        with (self.diary / "diary.jsonl").open("a") as stream:
+            stream.write(json.dumps(entry) + "\n")
+
+
+class TransformersReplica(RolloutReplica):
+    async def launch_servers(self) -> None:
+        name = SERVER.format(self.replica_rank)
+        options = {"num_cpus": 0, "name": name}
+        server = ray.remote(TransformersServer).options(**options)
+        self._server_handle = server.remote(self.model_config.path, self.config.response_length)
+        self._server_address = name
+        self.servers = [self._server_handle]
+        await self._server_handle.wake_up.remote()
+
+
+class TransformersRollout(BaseRollout):
+    """The trainer's side: every rank takes part in gathering weights, the first one sends them."""
+
+    async def resume(self, tags: list[str]) -> None:
+        if torch.distributed.get_rank() == 0:
+            await ray.get_actor(SERVER.format(0)).wake_up.remote(tags=tags)
+
+    async def release(self) -> None: ...
+
+    async def update_weights(self, weights: Any, global_steps: int | None = None, **_: Any) -> None:
+        gathered = {name: tensor.detach().clone() for name, tensor in weights}
+        if torch.distributed.get_rank() == 0:
+            await ray.get_actor(SERVER.format(0)).load.remote(gathered, global_steps)
