@@ -270,6 +270,15 @@ def table(
     progress.say(f"tables: {', '.join(map(str, files))}")
 
 
+@app.command("export-verl")
+def export_verl(recipe: Recipe, overrides: Overrides = None) -> None:
+    """Print a recipe as a command line for verl (`pip install 'eepo[verl]'`), for clusters: the same numbers there."""
+    from eepo.adapters.verl.export import command_line
+    from eepo.recipe import load_run
+
+    print(command_line(load_run(recipe, overrides or ())))
+
+
 def _compare(
     names: list[str],
     seeds: int,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 from eepo.adapters.verl.options import default_section, read_options
 from eepo.types import UserError
@@ -18,11 +18,16 @@ def main() -> None:
         from hydra.core.config_store import ConfigStore
         from verl.trainer.ppo.v1.trainer_base import PPOTrainer
     except ImportError as error:
-        sys.exit(f"eepo: {error}; this adapter needs verl's V1 trainer: pip install 'eepo[verl]'")
+        _refuse(f"{error}; this adapter needs verl's V1 trainer: pip install 'eepo[verl]'")
     if not hasattr(PPOTrainer, "prepare_step"):
-        sys.exit("eepo: this adapter needs verl 0.9.1 or a later 0.9: pip install 'eepo[verl]'")
-    ConfigStore.instance().store(CONFIG, {"defaults": ["ppo_trainer", "_self_"], "eepo": default_section()})
+        _refuse("this adapter needs verl 0.9.1 or a later 0.9: pip install 'eepo[verl]'")
+    store_config(ConfigStore.instance())
     hydra.main(config_path="pkg://verl.trainer.config", config_name=CONFIG, version_base=None)(launch)()
+
+
+def store_config(store: Any) -> None:
+    """Beside verl's own primary configs, so that `eepo.gate=step` is an override like any other."""
+    store.store(CONFIG, {"defaults": ["ppo_trainer", "_self_"], "eepo": default_section()})
 
 
 def launch(config: Any) -> None:
@@ -39,9 +44,14 @@ def launch(config: Any) -> None:
         plain: Any = OmegaConf.to_container(config, resolve=True)
         read_options(plain)
     except UserError as error:
-        sys.exit(f"eepo: {error}")
+        _refuse(str(error))
     validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
     run_ppo(config, task_runner_class=ray.remote(TaskRunner))
+
+
+def _refuse(line: str) -> NoReturn:
+    print(f"eepo: {line}", file=sys.stderr)
+    sys.exit(2)
 
 
 class TaskRunner:

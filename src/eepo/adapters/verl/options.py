@@ -59,7 +59,7 @@ def check_host(config: Mapping[str, Any], options: AlgorithmConfig) -> None:
         if value not in allowed:
             raise UserError(f"{key} = {value} must be {' or '.join(map(str, allowed))}: {why}")
     if options.unlearn_on == "rewarded" and _find(config, "reward.reward_model.enable"):
-        raise UserError("eepo.unlearn_on = rewarded needs rewards before stage 2: reward.reward_model.enable must be false")
+        raise UserError("eepo.unlearn_on = rewarded needs rewards before stage 2: set reward.reward_model.enable=false")
 
 
 # key, what it may be (None: absent), why. Lines end in the reason, so that nobody has to look it up.

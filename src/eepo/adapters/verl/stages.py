@@ -55,9 +55,7 @@ class StagedBuffer:
         self.earlier.append(batch)
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
-        batch, metrics = self.buffer.sample(
-            global_steps=global_steps, partition_id=partition_id, batch_size=batch_size
-        )
+        batch, metrics = self.buffer.sample(global_steps=global_steps, partition_id=partition_id, batch_size=batch_size)
         if partition_id != "train" or not self.earlier:
             return batch, metrics
         batch = joined([*self.earlier, batch])
@@ -68,7 +66,7 @@ class StagedBuffer:
 
 
 def row_entropies(batch: KVBatchMeta) -> tuple[float, int]:
-    """Sum over tokens of −log p under the weights that sampled, an unbiased estimate of their entropy; and the tokens."""
+    """Σ −log p under the weights that sampled, an unbiased estimate of Σ entropy; and over how many tokens."""
     fields = ["rollout_log_probs", "response_mask"]
     data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
     mask = data["response_mask"].values().bool()
@@ -84,7 +82,7 @@ def stage_metrics(batch: KVBatchMeta, max_length: int) -> dict[str, float]:
     for row, key in enumerate(batch.keys):
         if (stage := stage_of(key)) is not None:
             stages.setdefault(stage, []).append(row)
-    metrics = {}
+    metrics: dict[str, float] = {}
     for stage, rows in sorted(stages.items()):
         masks = [columns["response_mask"][row].bool() for row in rows]
         num_tokens = max(sum(int(mask.sum()) for mask in masks), 1)

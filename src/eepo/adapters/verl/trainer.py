@@ -37,7 +37,8 @@ class EEPOTrainer(PPOTrainerSync):
         """Sample, forget, ..., and ask for the last stage. Without stages: stock GRPO."""
         if not self.staged:
             return super().prepare_step()
-        prompts, metrics = self._next_train_batch(), {}
+        prompts = self._next_train_batch()
+        metrics: dict[str, float] = {}
         for stage in range(1, self.options.num_stages):
             self._ask(prompts, stage)
             with marked_timer(f"eepo_stage{stage}", self.timing_raw):

@@ -48,7 +48,7 @@ def gradient_norm(module: nn.Module) -> float:
 
 @torch.no_grad()
 def take_rollout_weights(module: nn.Module, lr: float) -> Shards:
-    """θ − lr · gradient, in the gradient's own memory: nothing is allocated, and the module has no gradients after it."""
+    """θ − lr · gradient, in the gradient's own memory: nothing is allocated. The module has no gradients after it."""
     shards = {}
     for name, weight in module.named_parameters():
         if weight.grad is not None:

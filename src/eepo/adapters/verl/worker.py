@@ -24,7 +24,7 @@ from eepo.policy import Scores
 def engine_loss(
     model_output: dict[str, Any], data: TensorDict, dp_group: Any = None, *, options: AlgorithmConfig, num_rows: int
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """The unlearning loss in the form that verl's engines call. FSDP averages over ranks, the loss is a sum: × dp_size."""
+    """The unlearning loss as verl's engines call it. FSDP averages over ranks, ours is a sum over them: × dp_size."""
     logprobs = no_padding_2_padding(model_output["log_probs"], data)  # [B, T]
     entropies = no_padding_2_padding(model_output["entropy"], data)
     padded = data.select("response_mask", "rm_scores").to_padded_tensor()
@@ -57,7 +57,7 @@ class UnlearningWorker(ActorRolloutRefWorker):
             output = engine.forward_backward_batch(data, loss)
             norm = unlearning.gradient_norm(engine.module)
             if 0 < norm < math.inf:
-                self.rollout_weights = unlearning.take_rollout_weights(engine.module, options.unlearn_lr)
+                self.rollout_weights = unlearning.take_rollout_weights(engine.module, float(options.unlearn_lr))
             metrics = {"grad_norm": norm, **self._totals(output["metrics"])}
             if self.rollout_weights is not None:
                 metrics["weights_changed_share"] = self._changed_share(self.rollout_weights)

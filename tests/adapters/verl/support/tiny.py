@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pandas
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -23,7 +24,6 @@ def write_model(folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     special = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|pad|>"}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE, **special).save_pretrained(folder)
-    torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=len(vocabulary),
         hidden_size=32,
@@ -35,9 +35,13 @@ def write_model(folder: Path) -> None:
         tie_word_embeddings=True,
         eos_token_id=vocabulary["<|im_end|>"],
         pad_token_id=vocabulary["<|pad|>"],
-        initializer_range=0.3,
     )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    model, draws = Qwen2ForCausalLM(config), numpy.random.default_rng(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" not in name:
+                weight.copy_(torch.from_numpy(draws.normal(0, 0.3, weight.shape)))  # the same on every processor
+    model.save_pretrained(folder)
 
 
 def write_prompts(path: Path) -> None:
@@ -69,6 +73,7 @@ def command_line(model: Path, prompts: Path, out: Path, num_steps: int) -> list[
         "data.shuffle=false",
         "data.dataloader_num_workers=0",
         "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=diary",
         f"actor_rollout_ref.model.path={model}",
         "actor_rollout_ref.model.use_remove_padding=false",
         "actor_rollout_ref.model.enable_gradient_checkpointing=false",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ class TransformersServer:
         assert not self.asleep, "asked for a completion while asleep"
         count = self.num_drawn.get((self.version, tuple(prompt_ids)), 0)
         self.num_drawn[self.version, tuple(prompt_ids)] = count + 1
-        draws = torch.Generator().manual_seed(hash((self.version, count, *prompt_ids)) % 2**31)
+        draws = random.Random(f"{self.version} {count} {prompt_ids}")  # the same on every processor
         length = self.max_new_tokens - count % 3  # ragged
         ids, logprobs = self._sample(prompt_ids, length, sampling_params["temperature"] or 1.0, draws)
         self._write(event="completion", push=self.num_pushes, prompt=prompt_ids, ids=ids, logprobs=logprobs)
@@ -52,12 +53,13 @@ class TransformersServer:
 
     @torch.no_grad()
     def _sample(
-        self, prompt: list[int], length: int, temperature: float, draws: torch.Generator
+        self, prompt: list[int], length: int, temperature: float, draws: random.Random
     ) -> tuple[list[int], list[float]]:
         ids, logprobs = list(prompt), []
         while len(logprobs) < length:
             logp = (self.model(torch.tensor([ids])).logits[0, -1] / temperature).log_softmax(-1)
-            ids.append(int(torch.multinomial(logp.exp(), 1, generator=draws)))
+            cumulated = logp.double().exp().cumsum(-1)
+            ids.append(int(torch.searchsorted(cumulated, draws.random() * float(cumulated[-1]))))
             logprobs.append(float(logp[ids[-1]]))
         return ids[len(prompt) :], logprobs
 

@@ -1,0 +1,55 @@
+"""Three real runs of verl on two CPU ranks, made once: stock GRPO, EEPO whose gate opens in step 2, EEPO resumed."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "support"))
+
+from verl_runs import VerlRun, entropy, run_verl, stage_rows
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import tiny
+
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny.write_model(folder)
+    tiny.write_prompts(folder / "prompts.parquet")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> VerlRun:
+    return run_verl("verl.trainer.main_ppo", model, tmp_path_factory.mktemp("stock"), [])
+
+
+@pytest.fixture(scope="session")
+def stage_1_entropies(stock: VerlRun) -> tuple[float, float]:
+    """Of steps 1 and 2, from the first half of each group of the stock run: EEPO's stage 1 draws the same."""
+    first, second = (entropy(stage_rows(stock.completions(push), 0, 2)) for push in (1, 2))
+    assert second < first - 0.02, "the tests below need a step 2 that is surer of itself"
+    return first, second
+
+
+@pytest.fixture(scope="session")
+def eepo(model: Path, stage_1_entropies: tuple[float, float], tmp_path_factory: pytest.TempPathFactory) -> VerlRun:
+    """A step gate between the two entropies: shut in step 1, open in step 2, if it remembers step 1."""
+    first, second = stage_1_entropies
+    threshold = (first + (first + second) / 2) / 2
+    knobs = ["eepo.gate=step", f"eepo.gate_threshold={threshold}", "eepo.gate_window=2", "eepo.unlearn_lr=1"]
+    return run_verl("eepo.adapters.verl", model, tmp_path_factory.mktemp("eepo"), [*knobs, "eepo.debug=true"])
+
+
+@pytest.fixture(scope="session")
+def resumed(model: Path, eepo: VerlRun, tmp_path_factory: pytest.TempPathFactory) -> VerlRun:
+    """From the checkpoint after step 1, with a token gate and as many stages as completions."""
+    folder = tmp_path_factory.mktemp("resumed")
+    shutil.copytree(eepo.folder / "checkpoints/global_step_1", folder / "checkpoints/global_step_1")
+    (folder / "checkpoints/latest_checkpointed_iteration.txt").write_text("1")
+    knobs = ["eepo.num_stages=4", "eepo.gate=token", "eepo.gate_threshold=4.2", "eepo.gate_window=2"]
+    return run_verl("eepo.adapters.verl", model, folder, [*knobs, "eepo.unlearn_lr=1", "eepo.debug=true"])

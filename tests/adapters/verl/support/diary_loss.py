@@ -1,0 +1,25 @@
+"""verl's policy loss, which also writes down the denominators that it was handed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla, register_policy_loss
+
+
+@register_policy_loss("diary")
+def policy_loss(old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, **rest: Any) -> Any:
+    path = Path(os.environ["EEPO_TEST_DIARY"]) / f"loss-rank{os.environ['RANK']}.jsonl"
+    with path.open("a") as stream:
+        for row, mask in enumerate(response_mask.bool()):
+            entry = {
+                "denominators": old_log_prob[row][mask].tolist(),
+                "policy": log_prob[row][mask].tolist(),
+                "advantages": advantages[row][mask].tolist(),
+            }
+            stream.write(json.dumps(entry) + "\n")
+    return compute_policy_loss_vanilla(old_log_prob, log_prob, advantages, response_mask, **rest)

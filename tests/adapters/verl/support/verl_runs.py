@@ -1,0 +1,90 @@
+"""A run of verl in a process of its own, and what it wrote down."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SUPPORT = Path(__file__).parent
+TIME_LIMIT = 420  # seconds for one run; about 60 on two free cores
+GROUP = 4  # completions of a prompt
+
+
+@dataclass(frozen=True)
+class VerlRun:
+    folder: Path
+
+    def events(self) -> list[dict[str, Any]]:
+        """What the rollout server was told: pushes, completions, sleeps."""
+        return _lines(self.folder / "diary/diary.jsonl")
+
+    def completions(self, push: int) -> list[dict[str, Any]]:
+        """Sampled from the weights of that push."""
+        return [event for event in self.events() if event["event"] == "completion" and event["push"] == push]
+
+    def weights(self, push: int) -> Path:
+        return self.folder / f"diary/push-{push:03d}.safetensors"
+
+    def loss_rows(self) -> list[dict[str, Any]]:
+        """What the policy loss was handed, padding left out."""
+        files = sorted(self.folder.glob("diary/loss-rank*.jsonl"))
+        return [row for file in files for row in _lines(file) if row["denominators"]]
+
+    def metrics(self) -> dict[int, dict[str, float]]:
+        return {line["step"]: line["data"] for line in _lines(self.folder / "metrics.jsonl")}
+
+    def dumped(self, step: int) -> list[dict[str, Any]]:
+        """verl's own dump of a step's completions."""
+        return _lines(self.folder / f"rollouts/{step}.jsonl")
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def stage_rows(completions: list[dict[str, Any]], first: int, last: int) -> list[dict[str, Any]]:
+    """The first-th to last-th completion of each prompt, in the order in which they were asked for."""
+    by_prompt: dict[tuple[int, ...], list[dict[str, Any]]] = {}
+    for row in completions:
+        by_prompt.setdefault(tuple(row["prompt"]), []).append(row)
+    return [row for rows in by_prompt.values() for row in rows[first:last]]
+
+
+def entropy(rows: list[dict[str, Any]]) -> float:
+    return -sum(sum(row["logprobs"]) for row in rows) / sum(len(row["logprobs"]) for row in rows)
+
+
+def run_verl(module: str, model: Path, folder: Path, overrides: list[str], num_steps: int = 2) -> VerlRun:
+    """The real command in a process of its own. If it does not end, it and all that Ray started for it are ended."""
+    import psutil
+    import tiny
+
+    (folder / "diary").mkdir()
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(SUPPORT),
+        "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu,diary_loss",
+        "VERL_ENGINE_DEVICE": "cuda",  # verl's FSDP engine is registered for that name, and does not need it
+        "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
+        "EEPO_TEST_DIARY": str(folder / "diary"),
+        "RAY_DEDUP_LOGS": "0",
+    }
+    line = [*tiny.command_line(model, model / "prompts.parquet", folder, num_steps), *overrides]
+    with (folder / "log.txt").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *line], env=environment, stdout=log, stderr=subprocess.STDOUT
+        )
+        try:
+            code = process.wait(TIME_LIMIT)
+        finally:
+            for child in (
+                [*psutil.Process(process.pid).children(recursive=True), process] if process.poll() is None else ()
+            ):
+                child.kill()
+    assert code == 0, (folder / "log.txt").read_text()[-6000:]
+    return VerlRun(folder)
