@@ -1,4 +1,4 @@
-"""verl's own reading of command lines: ours, those that the recipes export, and the hooks that the adapter stands on."""
+"""verl's own reading of command lines, ours and those that recipes export; and the hooks that the adapter stands on."""
 
 from __future__ import annotations
 

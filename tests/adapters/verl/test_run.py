@@ -42,9 +42,9 @@ def unlearning_gradient(reference: Any, rows: Rows, threshold: float | None, win
     """Of the mean over completions of (1 / T) Σ −log(1 − p) over gated tokens, one row at a time."""
     for row in rows:
         logp = logits(reference, row).log_softmax(-1)
-        entropies = -(logp.exp() * logp).sum(-1).tolist()
+        entropies = (-logp.exp() * logp).sum(-1).tolist()
         p = logp.gather(1, torch.tensor(row["ids"])[:, None])[:, 0].exp().clamp(max=1 - EPS)
-        loss = torch.zeros((), dtype=torch.float64)
+        loss = 0 * p.sum()  # a row may have nothing gated
         for t in range(len(p)):
             last = entropies[max(0, t - window + 1) : t + 1]
             if threshold is None or sum(last) / len(last) < threshold:
