@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: install demo test test-vllm lint clean
+.PHONY: install demo test test-vllm test-verl lint clean
 install: $(VENV)/.installed
 
 $(VENV)/bin/python:
@@ -38,6 +38,15 @@ test-vllm: .venv-vllm/.installed
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/rollout/test_vllm.py tests/rollout/test_vllm_absent.py --durations=10
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/adapters/test_trl_vllm.py  # another engine, another process
 
+# verl on the CPU, in an environment of its own: it wants an older transformers.
+.venv-verl/.installed: pyproject.toml constraints-verl.txt
+	$(PYTHON) -m venv .venv-verl
+	.venv-verl/bin/python -m pip --disable-pip-version-check install -c constraints-verl.txt -e '.[verl]' pytest hypothesis
+	@touch $@
+
+test-verl: .venv-verl/.installed
+	OMP_NUM_THREADS=1 .venv-verl/bin/python -m pytest tests/adapters/verl --durations=5
+
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -45,4 +54,4 @@ lint: $(VENV)/.installed-dev
 	$(VENV)/bin/lint-imports
 
 clean:
-	rm -rf $(VENV) .venv-vllm runs
+	rm -rf $(VENV) .venv-vllm .venv-verl runs
