@@ -1,3 +1,6 @@
+"""`python -m eepo.adapters.verl`: verl's command line, with EEPO."""
+
 from eepo.adapters.verl.launch import main
 
-main()
+if __name__ == "__main__":
+    main()
