@@ -1,4 +1,4 @@
-"""Tokens a second, share of the matrix rate and peak memory of one training step's forward and backward passes.
+"""Tokens a second, share of the matrix rate and peak memory of a training step's forward and backward passes.
 
     python benchmarks/train.py --shape 0.5B --tokens 10240 --length 640
 
@@ -31,7 +31,7 @@ def ours(model: Any, args: argparse.Namespace, compiled: bool, checkpointing: bo
     policy = Policy(own, args.tokens, args.head)
     if compiled and not compile_layers(own):
         return None
-    asked = shapes.prompts(args.tokens // args.length, args.prompt)
+    asked = shapes.prompts(args.micro_batches * args.tokens // args.length, args.prompt)
     pairs = [(prompt, shapes.completion_of(args.length - args.prompt, place)) for place, prompt in enumerate(asked)]
     advantages = [1.0 if place % 2 else -1.0 for place in range(len(pairs))]
 
@@ -51,10 +51,11 @@ def plain(model: Any, args: argparse.Namespace) -> Callable[[], None]:
     ids = torch.randint(1000, 150000, (args.tokens // args.length, args.length), device=model.device)
 
     def run() -> None:
-        with torch.autocast(model.device.type, torch.bfloat16):
-            logits = own(input_ids=ids, use_cache=False).logits
-        logprobs = logits.float().log_softmax(-1)[:, args.prompt - 1 : -1]
-        logprobs.gather(2, ids[:, args.prompt :, None]).mean().neg().backward()
+        for _ in range(args.micro_batches):
+            with torch.autocast(model.device.type, torch.bfloat16):
+                logits = own(input_ids=ids, use_cache=False).logits
+            logprobs = logits.float().log_softmax(-1)[:, args.prompt - 1 : -1]
+            logprobs.gather(2, ids[:, args.prompt :, None]).mean().neg().backward()
         own.zero_grad(set_to_none=True)
 
     return run
@@ -73,6 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=shapes.SHAPES, default="0.5B")
     parser.add_argument("--tokens", type=int, default=10240, help="in a micro-batch")
+    parser.add_argument("--micro-batches", type=int, default=4, help="whose gradients make a step")
     parser.add_argument("--length", type=int, default=640, help="of a row")
     parser.add_argument("--prompt", type=int, default=128, help="of these: tokens that are not trained on")
     parser.add_argument("--head", type=int, default=4096, help="positions whose logits exist at a time")
@@ -94,13 +96,14 @@ def main() -> None:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
         seconds = shapes.median_seconds(work, args.repeats, device, warm=3)
-        rate = args.tokens / seconds
+        rate = args.micro_batches * args.tokens / seconds
         used = torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else float("nan")
         own = used - before / 1e9 if device.type == "cuda" else float("nan")
         rows.append([name, f"{rate:,.0f}", f"{100 * rate * work_of_token / matrix:.0f} %", f"{used:.1f}", f"{own:.1f}"])
         print(rows[-1], flush=True)
         del work
-    print(f"\n{args.shape}, {args.tokens} tokens in rows of {args.length}, median of {args.repeats}; "
+    print(f"\n{args.shape}, {args.micro_batches} x {args.tokens} tokens in rows of {args.length}, "
+          f"median of {args.repeats}, "
           f"matrix rate {matrix / 1e12:.0f} TFLOP/s")  # fmt: skip
     print(shapes.table(["what", "tokens/s", "share of the matrix rate", "GB at the peak", "GB over the weights"], rows))
 
