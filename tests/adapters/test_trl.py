@@ -371,41 +371,7 @@ def test_a_checkpoint_of_grpo_can_be_gone_on_with(build: Build) -> None:
 
 # --- vLLM's server mode: TRL's own code on both sides of a stand-in for the network
 
-
-class Server:
-    """In place of `VLLMClient`: takes weights, samples from them one token at a time, tells log-probabilities."""
-
-    def __init__(self, model: Any) -> None:
-        self.model, self.pushed, self.asked = model, [], []
-
-    def update_named_params(self, metadata: list[Any], named: Any) -> None:
-        pushed = dict(named)
-        assert [name for name, _, _ in metadata] == list(pushed)
-        self.model.load_state_dict(pushed, strict=False)
-        self.pushed.append({name: weight.clone() for name, weight in pushed.items()})
-
-    def get_server_info(self) -> dict[str, Any]:
-        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
-
-    def reset_prefix_cache(self) -> None:
-        """Nothing is cached."""
-
-    @torch.no_grad()
-    def generate(
-        self, prompts: list[list[int]], n: int, max_tokens: int, temperature: float, **_: Any
-    ) -> dict[str, Any]:
-        self.asked.append((n, prompts))
-        ids: list[list[int]] = []
-        logprobs: list[list[list[float]]] = []
-        for prompt in (prompt for prompt in prompts for _ in range(n)):
-            ids.append([])
-            logprobs.append([])
-            for _ in range(max_tokens):
-                logits = self.model(input_ids=torch.tensor([prompt + ids[-1]]), use_cache=False).logits[0, -1]
-                scores = (logits / temperature).log_softmax(-1)
-                ids[-1].append(int(scores.exp().multinomial(1)))
-                logprobs[-1].append([float(scores[ids[-1][-1]])])
-        return {"prompt_ids": prompts, "completion_ids": ids, "logprobs": logprobs}
+Server = runpy.run_path(str(Path(__file__).with_name("trl_server.py")))["Server"]
 
 
 @pytest.fixture
@@ -507,13 +473,16 @@ def test_two_processes_agree_with_one_where_every_group_is_cut(run_processes: An
         torch.testing.assert_close(two[name], value, atol=1e-6, rtol=1e-5, msg=name)
 
 
-def test_weights_shared_out_over_two_processes_agree_with_one(run_processes: Any) -> None:
+@pytest.mark.parametrize("server", [[], ["use_vllm=true", 'vllm_mode="server"', "generation_kwargs={}"]])
+def test_weights_shared_out_over_two_processes_agree_with_one(run_processes: Any, server: list[str]) -> None:
     """FSDP2, with the configuration that ships. Updates of two micro-batches: in the first, FSDP defers reduction."""
     config = str(Path(__file__).parents[2] / "examples" / "fsdp2.yaml")
     port = str(20_000 + os.getpid() % 20_000)
     launcher = ["accelerate.commands.launch", "--config_file", config, "--num_processes=2", "--main_process_port", port]
-    one = run_processes(1, "per_device_train_batch_size=4", "gradient_accumulation_steps=2")
-    two = run_processes(2, "per_device_train_batch_size=2", "gradient_accumulation_steps=2", launcher=launcher)
+    one = run_processes(1, "per_device_train_batch_size=4", "gradient_accumulation_steps=2", *server)
+    settings = ["per_device_train_batch_size=2", "gradient_accumulation_steps=2", *server]
+    two = run_processes(2, *settings, launcher=launcher)
+    assert max(one.pop("gap"), two.pop("gap")) < 1e-4  # between a server's log-probabilities and ours
     assert torch.equal(two["restored"], two["sampled"][0::2])
     assert (two["sampled"][1] - two["sampled"][0]).abs().max() > 0.01
     for name, value in one.items():

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from datasets import Dataset
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl.generation.vllm_generation import VLLMGeneration
 
 from eepo.adapters.trl import EEPOConfig, EEPOTrainer
 
@@ -53,6 +56,17 @@ class Sharded(EEPOTrainer):
         self.is_fsdp_enabled = True
 
 
+def serve(folder: str) -> None:
+    """The stand-in for a vLLM server is reached by the first process alone, as TRL has it."""
+    server = runpy.run_path(str(Path(__file__).with_name("trl_server.py")))["Server"]
+
+    def connect(generation: Any) -> None:
+        if generation.accelerator.is_main_process:
+            generation.vllm_client = server(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+
+    VLLMGeneration._init_vllm = connect
+
+
 def reward(completions: list[str], **_: Any) -> list[float]:
     return [float(sum(map(ord, text)) % 5) for text in completions]
 
@@ -60,6 +74,8 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 def main(folder: str, out: str, *settings: str) -> None:
     torch.set_num_threads(1)
     own = {name: json.loads(value) for name, _, value in (setting.partition("=") for setting in settings)}
+    if own.get("use_vllm"):
+        serve(folder)
     trainer = (Sharded if os.environ.get("ACCELERATE_USE_FSDP") == "true" else EEPOTrainer)(
         model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
         reward_funcs=reward,
@@ -68,6 +84,7 @@ def main(folder: str, out: str, *settings: str) -> None:
         processing_class=AutoTokenizer.from_pretrained(folder),
     )
     seen: dict[str, list[Tensor]] = {"sampled": [], "restored": []}
+    gaps = [torch.zeros(())]
 
     def weights() -> Tensor:
         """All of them, gathered, in one row."""
@@ -85,11 +102,24 @@ def main(folder: str, out: str, *settings: str) -> None:
 
         return watched
 
+    score = trainer._generate_and_score_completions
+
+    def scored(inputs: Any) -> Any:
+        output = score(inputs)
+        if "sampling_per_token_logps" in output:
+            gaps.append((output["sampling_per_token_logps"] - output["old_per_token_logps"]).abs().max())
+        return output
+
+    trainer._generate_and_score_completions = scored
     trainer._sample = watch("sampled", trainer._sample, before=True)
     trainer._generate = watch("restored", trainer._generate, before=False)
     trainer.train()
     found = {name: torch.stack(rows) for name, rows in seen.items()}
-    found |= {"end": weights(), "gate_history": torch.tensor(trainer.gate_history, dtype=torch.float64)}
+    found |= {
+        "end": weights(),
+        "gap": trainer.accelerator.gather(torch.stack(gaps)).max(),
+        "gate_history": torch.tensor(trainer.gate_history, dtype=torch.float64),
+    }
     sharded = isinstance(next(trainer.model.parameters()), torch.distributed.tensor.DTensor)
     if trainer.accelerator.is_main_process:
         save_file(found, out, {"processes": str(trainer.accelerator.num_processes), "sharded": str(sharded)})
