@@ -380,7 +380,15 @@ def with_server(build: Build, sharp_model: Any, monkeypatch: pytest.MonkeyPatch)
         generation.vllm_client = Server(sharp_model())
 
     monkeypatch.setattr(VLLMGeneration, "_init_vllm", connect)
-    return lambda **settings: build(gate="always", use_vllm=True, vllm_mode="server", unlearn_lr=0.02, **settings)
+    server = {"gate": "always", "use_vllm": True, "vllm_mode": "server", "unlearn_lr": 0.02}
+    return lambda **settings: build(**(server | settings))
+
+
+def test_a_shut_gate_pushes_no_second_time(with_server: Build) -> None:
+    trainer = with_server(gate="token", gate_threshold=0.0, max_steps=2)
+    trainer.train()
+    assert len(trainer.vllm_generation.vllm_client.pushed) == 2
+    assert len(trainer.vllm_generation.vllm_client.asked) == 4
 
 
 def test_a_server_samples_each_stage_from_the_weights_it_should(with_server: Build, fingerprint: Any) -> None:

@@ -242,13 +242,17 @@ class EEPOTrainer(GRPOTrainer):
     def _forget_copies(self) -> None:
         """The weights have changed: whatever was made of them before must not be sampled from."""
         self._last_loaded_step = -1  # TRL pushes weights to vLLM where this is not the current step
+        self._reshard()
+
+    def _reshard(self) -> None:
+        """FSDP leaves the last layers gathered after a forward pass."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # the last layers stay gathered after a forward pass
+                module.reshard()
 
     def _weights(self) -> dict[str, Parameter]:
-        """What is trained: under FSDP the shards, not a gathered copy that a forward pass left behind."""
-        self._forget_copies()
+        """What is trained: under FSDP the shards, not a gathered copy."""
+        self._reshard()
         return {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
 
     @contextmanager
