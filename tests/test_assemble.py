@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
+from eepo import assemble
 from eepo.assemble import build_trainer
-from eepo.config import AlgorithmConfig, CountdownConfig, RolloutConfig, RunConfig, TrainingConfig
+from eepo.config import AlgorithmConfig, CountdownConfig, ModelConfig, RolloutConfig, RunConfig, TrainingConfig
 from eepo.metrics import StepMetrics
+from eepo.policy import Policy
 from eepo.progress import Progress
 from eepo.trainer import Trainer
 from eepo.types import Sampling, UserError
@@ -68,3 +71,28 @@ def test_completions_longer_than_the_model_has_positions_are_refused(tmp_path: P
     long = dataclasses.replace(TINY, algorithm=dataclasses.replace(TINY.algorithm, max_new_tokens=128))
     with pytest.raises(UserError, match="max_new_tokens = 128 must be under the model's 128 positions"):
         build(long, tmp_path / "run")
+
+
+def test_the_engine_is_copied_before_the_policy_packs_its_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy made later would attend over the policy's own sequences, and hold its hooks."""
+    as_on_the_cpu = assemble._policy
+
+    def as_on_a_gpu(model: Any, config: ModelConfig) -> Policy:
+        policy = as_on_the_cpu(model, config)
+        policy.packed = policy._scorer.packing.adopt()
+        model.get_input_embeddings().register_forward_hook(lambda _module, _inputs, output: output)
+        return policy
+
+    monkeypatch.setattr(assemble, "_policy", as_on_a_gpu)
+    trainer = build(TINY, tmp_path / "run")
+    engine = trainer.algorithm.engine
+    assert trainer.model.config._attn_implementation.startswith("eepo-packed")
+    assert engine.model.config._attn_implementation == "sdpa"
+    assert not engine.model.get_input_embeddings()._forward_hooks
+    row = StepMetrics()
+    trainer.algorithm.step(
+        trainer.task.training_prompts(0, 4), Sampling(temperature=1.0, max_new_tokens=12, stream="train/0"), row
+    )
+    assert row.result()["stage1/ratio_max"] == pytest.approx(1.0, abs=1e-4)

@@ -76,11 +76,11 @@ def build_trainer(config: RunConfig, out: Path, resume: bool, progress: Progress
     reference = pretrained.load_model(config.model, device)
     model = pretrained.load_model(_at(config.model, start), device) if start else copy.deepcopy(reference)
     check_length(model, config.algorithm.max_new_tokens)
-    policy = _policy(model, config.model)
+    engine = _engine(model, tokenizer, config.rollout, config.model.compile)  # a copy from before the policy packs it
     algorithm = EEPO(
-        policy=policy,
+        policy=_policy(model, config.model),
         reference=_reference(reference, config.model) if config.algorithm.kl_coef > 0 else None,
-        engine=_engine(model, tokenizer, config.rollout, config.model.compile),
+        engine=engine,
         reward=build_reward(config.reward, config.task),
         optimizer=_optimizer(model, config.training),
         options=config.algorithm,
@@ -108,10 +108,11 @@ def build_warmup(config: WarmupConfig, out: Path, resume: bool, progress: Progre
         model = new_model(config.scratch, tokenizer, config.supervised.seed).to(device)
     else:
         model = pretrained.load_model(config.model, device)
+    engine = _engine(model, tokenizer, config.rollout, config.model.compile)  # a copy from before the policy packs it
     warmup = Warmup(
         config=config,
         policy=_policy(model, config.model),
-        engine=_engine(model, tokenizer, config.rollout, config.model.compile),
+        engine=engine,
         reward=build_reward(config.reward, config.task),
         optimizer=_optimizer(model, config.supervised),
         task=_task(config.task, tokenizer, 0, progress),

@@ -40,7 +40,7 @@ class Packing:
             self.inputs = two
             gap = _gap(self._hidden(two.input_ids, two.position_ids), torch.cat(alone, 1))
             reason = f"packed, it is off by {gap:.1g}" if gap > CLOSE else ""
-        except (NotImplementedError, TypeError, RuntimeError) as error:
+        except (NotImplementedError, TypeError, RuntimeError, AttributeError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         if reason:
             self.model.config._attn_implementation = usual

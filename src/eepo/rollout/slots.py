@@ -99,15 +99,14 @@ class Slots:
         """Pages for `ahead` more tokens of every row: (slot, index, page) of new ones, and slots that were freed."""
         added: list[tuple[int, int, int]] = []
         freed: list[int] = []
-        for row in sorted(self.running, key=lambda row: -row.length):  # the oldest first
+        order = sorted(self.running, key=lambda row: -row.length)  # the oldest first
+        for row in order:
             if row.slot < 0:  # made to wait by one before it
                 continue
             row.length = min(row.length + ahead, row.longest)
             while row.room < row.length:
                 if not self.free_pages:
-                    victim = self._youngest(row)
-                    freed.append(victim.slot)
-                    self._restart(victim)
+                    freed.append(self._restart_youngest(order))  # which may be this one
                     continue
                 added.append((row.slot, row.prefix.num_full + len(row.pages), self.free_pages[-1]))
                 row.pages.append(self.free_pages.pop())
@@ -131,16 +130,14 @@ class Slots:
         """One more than the highest slot in use."""
         return max((row.slot + 1 for row in self.running), default=0)
 
-    def _youngest(self, but: Row) -> Row:
-        others = [row for row in self.running if row is not but]
-        if not others:
+    def _restart_youngest(self, order: list[Row]) -> int:
+        """The last of `order` that runs; returns its slot. Never an older one: two could restart each other forever."""
+        if self.num_live == 1:
             raise MemoryError("one completion alone does not fit the cache")
-        return min(others, key=lambda row: row.length)
-
-    def _restart(self, row: Row) -> None:
-        self._leave(row)
+        row = next(row for row in reversed(order) if row.slot >= 0)
         self.waiting.appendleft(row)
         self.num_restarts += 1
+        return self._leave(row)
 
     def _leave(self, row: Row) -> int:
         slot, row.slot = row.slot, -1
