@@ -24,25 +24,14 @@ import shapes
 import torch
 
 from eepo.compiled import compile_layers
-from eepo.rollout.paged import PagedEngine
 from eepo.rollout.transformers import TransformersEngine
 from eepo.types import Prompt, Sampling
 
 
-class Forced(PagedEngine):
-    """With a length for each completion, and no end before it."""
-
-    lengths: dict[tuple[str, int], int]
-
-    def limit(self, prompt: Prompt, sample: int, sampling: Sampling) -> int:
-        return self.lengths[prompt.id, sample]
-
-
 def ours(model: Any, args: argparse.Namespace, prompts: list[Prompt], lengths: list[int], compiled: bool) -> Any:
     own = copy.deepcopy(model)
-    engine = Forced(own, shapes.NoTokenizer(), max_rows=args.rows)
-    engine._ends.fill_(-1)
-    engine.lengths = {(prompts[place // args.samples].id, place % args.samples): n for place, n in enumerate(lengths)}
+    by_row = {(prompts[place // args.samples].id, place % args.samples): n for place, n in enumerate(lengths)}
+    engine = shapes.Forced(own, args.rows, by_row)
     problem = engine.unusable()
     if problem:
         sys.exit(f"the paged engine cannot be used here: {problem}")

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from eepo.types import Completion, Prompt
+from eepo.rollout.paged import PagedEngine
+from eepo.types import Completion, Prompt, Sampling
 
 NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 SHAPES = {  # Qwen2.5, and one to try the scripts with
@@ -33,6 +34,18 @@ class NoTokenizer:
 
     def batch_decode(self, rows: Sequence[Sequence[int]], **options: Any) -> list[str]:
         return [""] * len(rows)
+
+
+class Forced(PagedEngine):
+    """With a length for each (prompt, sample), and no end before it: random weights never end."""
+
+    def __init__(self, model: Any, max_rows: int, lengths: dict[tuple[str, int], int]) -> None:
+        super().__init__(model, NoTokenizer(), max_rows)
+        self._ends.fill_(-1)
+        self.lengths = lengths
+
+    def limit(self, prompt: Prompt, sample: int, sampling: Sampling) -> int:
+        return min(self.lengths[prompt.id, sampling.first_sample + sample], sampling.max_new_tokens)
 
 
 def config(shape: str) -> Qwen2Config:

@@ -90,7 +90,8 @@ class EEPO:
             if first:  # the pass for the gradient: what it sees serves the gate, the probe and the metrics
                 metrics.record_gate(gate)
                 probe.see(batch, scores)
-            return unlearn_loss(scores, batch.mask, gate, options) * len(batch.rows) / len(rows) if gate.any() else None
+            value = unlearn_loss(scores, batch.mask, gate, options) * len(batch.rows) / len(rows)
+            return value if first or gate.any() else None  # in that pass, asking would keep the GPU waiting
 
         def load(gradient: Mapping[str, Tensor], lr: float) -> Mapping[str, Tensor]:
             theta, moved = self.policy.named_weights, partial(unlearned_weights, gradient=gradient, lr=lr, dtype=dtype)
@@ -110,8 +111,7 @@ class EEPO:
         if not any(part.any() for part in gradient.values()):  # nothing gated, or all of it saturated
             return
         if options.unlearn_lr == "auto":
-            target = options.unlearn_kl_target * self.unlearn_scale
-            lr = self.auto_lr = lr_for_kl(probe, gradient, target, self.auto_lr)
+            lr = self.auto_lr = lr_for_kl(probe, gradient, options.unlearn_kl_target * self.unlearn_scale, self.auto_lr)
         else:
             lr = options.unlearn_lr * self.unlearn_scale
         metrics.record_unlearning(lr, effect := probe.measure(gradient, lr))  # θ′ is loaded to be measured, and stays

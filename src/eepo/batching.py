@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -42,7 +44,7 @@ class MicroBatch:
 
     def pad(self, values: Sequence[Sequence[float]]) -> Tensor:
         """Per-token values of the whole batch -> [B, T] for these rows, zero on padding."""
-        return _padded([values[row] for row in self.rows], torch.float32).to(self.mask.device)
+        return self.spread(send(_flat([values[row] for row in self.rows], torch.float32), self.mask.device))
 
     def spread(self, values: Tensor) -> Tensor:  # [C] -> [B, T]
         """Zero on padding."""
@@ -51,7 +53,7 @@ class MicroBatch:
 
     def pick(self, values: Sequence[float]) -> Tensor:
         """Per-row values of the whole batch -> [B] for these rows."""
-        return torch.tensor([values[row] for row in self.rows], dtype=torch.float32, device=self.mask.device)
+        return send(torch.tensor([values[row] for row in self.rows], dtype=torch.float32), self.mask.device)
 
 
 def micro_batches(
@@ -91,45 +93,52 @@ def _cuts(lengths: list[int], max_tokens: int, packed: bool) -> Iterator[tuple[i
 def _collate(
     rows: list[int], pairs: Sequence[tuple[Prompt, Completion]], device: torch.device, packed: bool
 ) -> MicroBatch:
-    """Put together as lists, then made tensors at once: small tensors for each row would cost more than the model."""
+    """Tokens are touched one by one only to be copied; their places are computed from lengths."""
     prompts = [pairs[row][0].token_ids for row in rows]
     completions = [pairs[row][1].token_ids for row in rows]
-    sequences = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
-    inputs = (_pack if packed else _pad)(sequences, device)
-    longest, width = max(map(len, completions)), max(map(len, sequences))
-    predictors: list[int] = []
-    places: list[int] = []
-    begin = 0  # of the sequence, in the flattened inputs
-    for row, (prompt, whole) in enumerate(zip(prompts, sequences, strict=True)):
-        predictors += range(begin + len(prompt) - 1, begin + len(whole) - 1)
-        places += range(row * longest, row * longest + len(whole) - len(prompt))
-        begin += len(whole) if packed else width
+    before, own = (torch.tensor([len(ids) for ids in part]) for part in (prompts, completions))  # [B] tokens
+    longest, width = int(own.max()), int((before + own).max())
+    begins = _begins(before + own) if packed else width * torch.arange(len(rows))  # in the flattened inputs
+    within = _ranges(own)
+    mask = torch.arange(longest) < own.unsqueeze(1)
+    tokens = _flat([ids for pair in zip(prompts, completions, strict=True) for ids in pair], torch.int64)
     return MicroBatch(
         rows=list(rows),
-        inputs=inputs,
-        predictors=torch.tensor(predictors, device=device),
-        targets=torch.tensor([token for completion in completions for token in completion], device=device),
-        places=torch.tensor(places, device=device),
-        mask=_padded([[True] * len(completion) for completion in completions], torch.bool).to(device),
+        inputs=_pack(tokens, before + own, device) if packed else _pad(tokens, before + own, device),
+        predictors=send((begins + before - 1).repeat_interleave(own) + within, device),
+        targets=send(_flat(completions, torch.int64), device),
+        places=send((longest * torch.arange(len(rows))).repeat_interleave(own) + within, device),
+        mask=send(mask, device),
     )
 
 
-def _pad(sequences: list[tuple[int, ...]], device: torch.device) -> Padded:
-    mask = _padded([[1] * len(whole) for whole in sequences], torch.long)
-    return Padded(_padded(sequences, torch.long).to(device), mask.to(device))
+def _pad(tokens: Tensor, lengths: Tensor, device: torch.device) -> Padded:
+    mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
+    input_ids = torch.zeros(mask.shape, dtype=torch.int64)
+    input_ids[mask] = tokens
+    return Padded(send(input_ids, device), send(mask.long(), device))
 
 
-def _pack(sequences: list[tuple[int, ...]], device: torch.device) -> Packed:
-    lengths = torch.tensor([0, *map(len, sequences)], dtype=torch.int32)
-    return Packed(
-        input_ids=torch.tensor([[token for whole in sequences for token in whole]], device=device),
-        position_ids=torch.tensor([[place for whole in sequences for place in range(len(whole))]], device=device),
-        starts=lengths.cumsum(0, dtype=torch.int32).to(device),
-        longest=max(map(len, sequences)),
-    )
+def _pack(tokens: Tensor, lengths: Tensor, device: torch.device) -> Packed:
+    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    both = send(torch.stack([tokens, _ranges(lengths)]), device)
+    return Packed(both[:1], both[1:], send(starts, device), int(lengths.max()))
 
 
-def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
-    """Ragged rows -> [rows, longest], zero on the right."""
-    longest = max(map(len, rows))
-    return torch.tensor([[*row, *([0] * (longest - len(row)))] for row in rows], dtype=dtype)
+def _begins(lengths: Tensor) -> Tensor:
+    return lengths.cumsum(0) - lengths
+
+
+def _ranges(lengths: Tensor) -> Tensor:
+    """0, 1, … for each of the lengths, one after the other."""
+    return torch.arange(int(lengths.sum())) - _begins(lengths).repeat_interleave(lengths)
+
+
+def _flat(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
+    numbers = array("q" if dtype == torch.int64 else "f", chain.from_iterable(rows))
+    return torch.frombuffer(numbers, dtype=dtype)
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """To the card without waiting for it: a plain copy would wait until all that is queued there is done."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

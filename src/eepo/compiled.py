@@ -8,6 +8,8 @@ import importlib.util
 import logging
 from typing import Any
 
+import torch
+import torch._dynamo
 from torch import nn
 
 log = logging.getLogger(__name__)
@@ -32,6 +34,8 @@ def compile_layers(model: Any) -> bool:
     if not can_compile(model):
         log.warning("layers are not compiled: that needs a GPU and Triton")
         return False
+    # A policy, its reference and an engine share the code of a layer, and ask it in several modes each.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     for layer in decoder_layers(model):
         layer.compile(dynamic=True)
     return True

@@ -23,23 +23,35 @@ class StepMetrics:
         self.values: dict[str, float] = {}
         self._device = device  # whose work a phase waits for, if it is a GPU
         self.seconds: dict[str, float] = defaultdict(float)
+        self._marks: list[tuple[str, list[torch.cuda.Event]]] = []
         self._started = time.perf_counter()
         self._num_tokens = 0
-        self._gated = self._gateable = 0.0
+        self._gated: Tensor | float = 0.0  # sums stay on the device until `result`: reading one would wait for it
+        self._gateable = 0
         self._grad_norms: list[float] = []
         self._stages: dict[int, _Ratios] = defaultdict(_Ratios)
-        self._policy_entropy = self._policy_tokens = 0.0
+        self._policy_entropy: Tensor | float = 0.0
+        self._policy_tokens = 0
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the time inside to `seconds/name`."""
-        started = time.perf_counter()
-        try:
+        """Adds the time inside to `seconds/name`. On a GPU its own clock tells, so that nobody has to wait for it."""
+        if self._device is not None and self._device.type == "cuda":
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            self._marks.append((name, marks))
+            marks[0].record()
             yield
-        finally:
-            if self._device is not None and self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
+            marks[1].record()
+        else:
+            started = time.perf_counter()
+            yield
             self.seconds[name] += time.perf_counter() - started
+
+    def _read_clock(self) -> None:
+        for name, (begin, end) in self._marks:
+            end.synchronize()
+            self.seconds[name] += begin.elapsed_time(end) / 1000
+        self._marks.clear()
 
     def record_rollout(self, rollout: Rollout) -> None:
         for stage in sorted(set(rollout.stages)):
@@ -63,7 +75,7 @@ class StepMetrics:
         }
 
     def record_gate(self, gate: Tensor) -> None:
-        self._gated += float(gate.sum())
+        self._gated = self._gated + gate.sum()
 
     def record_gateable(self, completions: Iterable[Completion]) -> None:
         """All that a gate might have chosen from."""
@@ -101,22 +113,21 @@ class StepMetrics:
         ratio = torch.where(batch.mask, scores.logprobs - sampled, 0.0).exp()
         up, down = advantages[:, None] > 0, advantages[:, None] < 0
         clipped = ((ratio > 1 + clip[1]) & up) | ((ratio < 1 - clip[0]) & down)
-        own = torch.tensor([stages[row] for row in batch.rows], device=ratio.device)
+        own = batch.pick([float(stage) for stage in stages])
         for stage in sorted(set(stages)):
-            here = batch.mask & (own == stage)[:, None]
-            if here.any():
-                self._stages[stage].add(ratio[here], clipped[here])
-        self._policy_entropy += float(scores.entropies[batch.mask].sum())
-        self._policy_tokens += float(batch.mask.sum())
+            self._stages[stage].add(ratio, clipped, batch.mask & (own == stage)[:, None])
+        self._policy_entropy = self._policy_entropy + scores.entropies.double().sum()  # zero on padding
+        self._policy_tokens += len(batch.targets)
 
     def record_grad_norm(self, norm: float) -> None:
         self._grad_norms.append(norm)
 
     def result(self) -> dict[str, float]:
+        self._read_clock()
         total = time.perf_counter() - self._started
         row = dict(self.values)
-        row["gate_share"] = self._gated / self._gateable if self._gateable else 0.0
-        row["policy_entropy"] = self._policy_entropy / max(self._policy_tokens, 1)
+        row["gate_share"] = float(self._gated) / self._gateable if self._gateable else 0.0
+        row["policy_entropy"] = float(self._policy_entropy) / max(self._policy_tokens, 1)
         row["grad_norm"] = sum(self._grad_norms) / max(len(self._grad_norms), 1)
         for stage, ratios in sorted(self._stages.items()):
             row |= {f"stage{stage}/{name}": value for name, value in ratios.summary().items()}
@@ -136,16 +147,18 @@ class _Ratios:
     """π_θ over the probability at sampling, of one stage's tokens."""
 
     def __init__(self) -> None:
-        self.sum = self.count = self.clipped = 0.0
-        self.max = 0.0
+        self.sum = self.count = self.clipped = self.max = torch.zeros(())
 
-    def add(self, ratio: Tensor, clipped: Tensor) -> None:
-        self.sum += float(ratio.double().sum())
-        self.count += ratio.numel()
-        self.clipped += float(clipped.sum())
-        self.max = max(self.max, float(ratio.max()))
+    def add(self, ratio: Tensor, clipped: Tensor, here: Tensor) -> None:  # each [B, T]
+        self.sum = self.sum + torch.where(here, ratio, 0.0).double().sum()
+        self.count = self.count + here.sum()
+        self.clipped = self.clipped + (clipped & here).sum()
+        self.max = torch.maximum(self.max.to(ratio.device), torch.where(here, ratio, 0.0).max())
 
     def summary(self) -> dict[str, float]:
+        count = max(float(self.count), 1.0)
         return {
-            "ratio_mean": self.sum / self.count, "ratio_max": self.max, "clip_share": self.clipped / self.count,
-        }  # fmt: skip
+            "ratio_mean": float(self.sum) / count,
+            "ratio_max": float(self.max),
+            "clip_share": float(self.clipped) / count,
+        }

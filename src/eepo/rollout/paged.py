@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 
 from eepo import kernels
 from eepo.attention import packed_attention
+from eepo.batching import send
 from eepo.head import Head
 from eepo.kernels.rows import Outputs, RowState
 from eepo.rollout.randomness import row_key
@@ -442,9 +443,7 @@ class _Sight:
 
 
 def _send(numbers: Sequence[Any], device: torch.device) -> Tensor:
-    """To the card without waiting for it: a plain copy would wait until all that is queued is done."""
-    here = torch.tensor(numbers, dtype=torch.int64)
-    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
+    return send(torch.tensor(numbers, dtype=torch.int64), device)
 
 
 def _parts(prefixes: list[Prefix], max_tokens: int) -> Iterator[list[Prefix]]:

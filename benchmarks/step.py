@@ -1,0 +1,181 @@
+"""Seconds of a whole step, by phase: GRPO, EEPO at equal tokens, EEPO with its unlearning capped; TRL's GRPOTrainer.
+
+    python benchmarks/step.py --shape 1.5B --lengths longtail --mean 500 --new 2048
+    python benchmarks/step.py --shape 0.5B --peers "grpo;eepo;trl"
+
+128 prompts with 8 completions each, two optimizer steps of 64 prompts, KL to a reference. Every stage-1 completion is
+unlearned (gate "always"): random weights are sure of nothing, so that the token gate would never open. Rewards are
+drawn. TRL's trainer gets the same model, batch and (fixed) lengths, bf16 weights, no checkpointing, and `generate`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import itertools
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import shapes
+import torch
+
+from eepo.algorithm import EEPO
+from eepo.compiled import compile_layers
+from eepo.config import AlgorithmConfig
+from eepo.metrics import StepMetrics
+from eepo.optimizers import build_optimizer
+from eepo.policy import Policy
+from eepo.types import Prompt, Sampling, Verdict
+
+NUM_PROMPTS, MINI_BATCH, GROUP = 128, 64, 8
+PHASES = ("sync", "stage1", "unlearn", "stage2", "reward", "reference", "update")
+
+
+class Drawn:
+    """A reward by lot, so that advantages are not zero."""
+
+    def __init__(self) -> None:
+        self.lots = random.Random(0)
+
+    def grade(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Verdict]:
+        return [Verdict(float(self.lots.random() < 0.5), "0") for _ in texts]
+
+
+def ours(args: argparse.Namespace, device: torch.device, **options: Any) -> list[dict[str, float]]:
+    """The metrics of each measured step."""
+    prompts = shapes.prompts(args.prompts, args.prompt)
+    lengths = _lengths(args)
+    by_row = {(prompts[place // GROUP].id, place % GROUP): n for place, n in enumerate(lengths)}
+    model = shapes.new_model(args.shape, torch.float32, device)
+    engine = shapes.Forced(copy.deepcopy(model).to(torch.bfloat16), args.rows, by_row)
+    reference = Policy(copy.deepcopy(model).requires_grad_(False), args.tokens, args.head, torch.bfloat16)
+    policy = Policy(model, args.tokens, args.head)
+    problem = engine.unusable()
+    if problem:
+        raise SystemExit(f"the paged engine cannot be used here: {problem}")
+    if args.compile:
+        for each in (model, engine.model, reference.model):
+            compile_layers(each)
+    algorithm = EEPO(
+        policy=policy, reference=reference, engine=engine, reward=Drawn(),
+        optimizer=build_optimizer("adamw", model.parameters(), 1e-7, 0.01, 0),
+        options=AlgorithmConfig(group_size=GROUP, max_new_tokens=args.new, unlearn_lr=1e-6, **options),
+        mini_batch=args.prompts // 2, max_grad_norm=1.0,
+    )  # fmt: skip
+    rows = []
+    for turn in range(args.warm + args.repeats):
+        metrics = StepMetrics(device)
+        algorithm.step(prompts, Sampling(1.0, args.new, stream=str(turn)), metrics)
+        shapes.wait(device)
+        rows.append(metrics.result())
+        print(f"  step {turn}: {rows[-1]['seconds/total']:.2f} s", flush=True)
+    return rows[args.warm :]
+
+
+def trl(args: argparse.Namespace, device: torch.device) -> list[dict[str, float]]:
+    """Two optimizer steps for each generation, as ours; the time between the ends of such pairs."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    words = {f"w{place}": place for place in range(5000)} | {"<pad>": 5000, "<end>": 5001}
+    core = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<end>")
+    lots = random.Random(0)
+    texts = [" ".join(f"w{lots.randrange(4000)}" for _ in range(args.prompt)) for _ in range(args.prompts)]
+    model = shapes.new_model(args.shape, torch.bfloat16, device)
+    folder = tempfile.mkdtemp()
+    model.save_pretrained(folder)  # where the trainer finds the reference
+    model.config._name_or_path = folder
+    ends: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *given: Any, **also: Any) -> None:
+            shapes.wait(device)
+            ends.append(time.perf_counter())
+
+    rows_at_once = args.trl_rows
+    mini_batch = args.prompts // 2 * GROUP
+    options = GRPOConfig(
+        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=rows_at_once,
+        gradient_accumulation_steps=mini_batch // rows_at_once, steps_per_generation=2 * mini_batch // rows_at_once,
+        num_generations=GROUP, max_completion_length=args.new, temperature=1.0, beta=1e-4, bf16=device.type == "cuda", use_cpu=device.type == "cpu",
+        gradient_checkpointing=False, learning_rate=1e-7, max_steps=2 * (args.warm + args.repeats), save_strategy="no",
+        report_to="none", logging_steps=1000, disable_tqdm=True, num_iterations=1,
+        generation_kwargs={"eos_token_id": None, "top_k": 0},
+    )  # fmt: skip
+    trainer = GRPOTrainer(
+        model=model, args=options, train_dataset=Dataset.from_dict({"prompt": texts}), processing_class=tokenizer,
+        reward_funcs=lambda completions, **_: [float(lots.random() < 0.5) for _ in completions], callbacks=[Clock()],
+    )  # fmt: skip
+    started = time.perf_counter()
+    trainer.train()
+    marks = [started, *ends[1::2]]
+    seconds = [end - begin for begin, end in itertools.pairwise(marks)]
+    print("  TRL's steps: " + ", ".join(f"{one:.1f}" for one in seconds), flush=True)
+    return [{"seconds/total": one} for one in seconds[args.warm :]]
+
+
+PEERS: dict[str, Any] = {
+    "grpo": lambda *given: ours(*given, num_stages=1),
+    "eepo": lambda *given: ours(*given, num_stages=2, gate="always"),
+    "eepo, capped": lambda *given: ours(*given, num_stages=2, gate="always", unlearn_max_completions=128),
+    "eepo, gate shut": lambda *given: ours(*given, num_stages=2, gate="token"),
+    "trl": trl,
+}
+
+
+def _lengths(args: argparse.Namespace) -> list[int]:
+    count = args.prompts * GROUP
+    return [args.new] * count if args.lengths == "fixed" else shapes.long_tail(count, args.mean, args.new)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=shapes.SHAPES, default="0.5B")
+    parser.add_argument("--prompts", type=int, default=NUM_PROMPTS)
+    parser.add_argument("--rows", type=int, default=1024, help="sampled at a time")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens")
+    parser.add_argument("--new", type=int, default=256, help="tokens, at most")
+    parser.add_argument("--lengths", choices=("fixed", "longtail"), default="fixed")
+    parser.add_argument("--mean", type=float, default=500)
+    parser.add_argument("--tokens", type=int, default=16384, help="in a micro-batch")
+    parser.add_argument("--head", type=int, default=2048)
+    parser.add_argument("--trl-rows", type=int, default=16, help="in a micro-batch of TRL's")
+    parser.add_argument("--warm", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--peers", default="grpo;eepo;eepo, capped", help="semicolon between them")
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    table: list[list[str]] = []
+    totals: dict[str, float] = {}
+    for name in args.peers.split(";"):
+        print(name, flush=True)
+        rows = PEERS[name](args, device)
+        median = {key: statistics.median(row.get(key, 0.0) for row in rows) for key in rows[0]}
+        totals[name] = median["seconds/total"]
+        shown = [median.get(f"seconds/{phase}") for phase in PHASES]
+        ratio = f"{totals[name] / totals['grpo']:.2f}" if "grpo" in totals else ""
+        memory = f"{torch.cuda.max_memory_allocated() / 1e9:.0f}" if device.type == "cuda" else ""
+        cells = ["" if one is None else f"{one:.2f}" for one in shown]
+        table.append([name, *cells, f"{totals[name]:.2f}", ratio, memory])
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+    lengths = _lengths(args)
+    print(f"\n{args.shape}, {args.prompts} x {GROUP}, {args.prompt} + {sum(lengths) / len(lengths):.0f} tokens "
+          f"({args.lengths}, at most {max(lengths)}), median of {args.repeats}, seconds")  # fmt: skip
+    print(shapes.table(["", *PHASES, "step", "to GRPO", "GB"], table))
+
+
+if __name__ == "__main__":
+    main()
