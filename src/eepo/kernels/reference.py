@@ -26,7 +26,7 @@ def sample(logits: Tensor, draws: Tensor, temperature: float) -> tuple[Tensor, T
         tokens = torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
     else:
         tokens = logits.argmax(-1)
-    entropies = -(probabilities * distribution).sum(-1)
+    entropies = -(probabilities * distribution.clamp(min=-1e30)).sum(-1)  # 0 · log 0 is 0
     return tokens, distribution.gather(1, tokens.unsqueeze(1)).squeeze(1), entropies
 
 
