@@ -1,0 +1,90 @@
+"""Compiled layers: which modules they are, when they are wanted, and that one graph serves all layers and sizes."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from eepo import compiled
+from eepo.batching import MicroBatch
+from eepo.compiled import can_compile, compile_layers, decoder_layers, wants_compiling
+from eepo.policy import Policy, Scores
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "mistral", "phi", "gpt2", "gpt_neox", "opt"])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_the_layers_are_those_that_hold_attention(family: str, depth: int, new_model: Any) -> None:
+    layers = decoder_layers(new_model(family, num_hidden_layers=depth))
+    assert len(layers) == depth
+    assert len({type(layer) for layer in layers}) == 1
+    for layer in layers:
+        assert [name for name, _ in layer.named_modules() if "attn" in name or "attention" in name]
+
+
+def test_as_many_experts_as_layers_are_no_layers(new_model: Any) -> None:
+    model = new_model("mixtral", num_hidden_layers=2, num_local_experts=2, num_experts_per_tok=1)
+    assert {type(layer).__name__ for layer in decoder_layers(model)} == {"MixtralDecoderLayer"}
+
+
+def test_when_layers_are_compiled(new_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = new_model("llama")
+    assert not can_compile(model)
+    assert [wants_compiling(model, choice) for choice in ("auto", "on", "off")] == [False, True, False]
+    monkeypatch.setattr(compiled, "can_compile", lambda model: True)
+    num_weights = sum(weight.numel() for weight in model.parameters())
+    for least, auto in ((num_weights, True), (num_weights + 1, False)):
+        monkeypatch.setattr(compiled, "LARGE", least)
+        assert [wants_compiling(model, choice) for choice in ("auto", "on", "off")] == [auto, True, False]
+
+
+def test_where_torch_cannot_compile_one_line_says_so(new_model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model = new_model("llama")
+    with caplog.at_level(logging.WARNING, "eepo.compiled"):
+        assert not compile_layers(model)
+    assert [record.getMessage() for record in caplog.records] == [
+        "layers are not compiled: that needs a GPU and Triton"
+    ]
+    assert not any(layer._compiled_call_impl for layer in decoder_layers(model))
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compile on the CPU, as far as graphs go: no code is generated."""
+    whole = nn.Module.compile
+    monkeypatch.setattr(compiled, "can_compile", lambda model: True)
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: whole(self, backend="aot_eager", **options))
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def loss(batch: MicroBatch, scores: Scores) -> Tensor:
+    return scores.logprobs.sum() - 0.5 * scores.entropies.sum()
+
+
+def test_one_graph_serves_all_layers_and_sizes_with_the_same_gradients(
+    here: None, new_model: Any, ragged_pairs: Any
+) -> None:
+    model = new_model("qwen3", num_hidden_layers=3)
+    names = [name for name, _ in model.named_parameters()]
+    plain, policy = Policy(copy.deepcopy(model), 40), Policy(model, 40)
+    policy.packed = policy._scorer.packing.adopt()
+    assert compile_layers(policy.model)
+    for seed, number in enumerate((5, 2, 7)):
+        pairs = ragged_pairs(number, seed=seed)
+        expected = plain.gradient(pairs, 0.9, loss)
+        got = policy.gradient(pairs, 0.9, loss)
+        assert list(got) == list(expected) == names
+        for name, gradient in expected.items():
+            size = max(1.0, gradient.abs().max().item())
+            torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=2e-5 * size)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
