@@ -160,6 +160,7 @@ def main() -> None:
         memory = f"{torch.cuda.max_memory_allocated() / 1e9:.1f}" if device.type == "cuda" else ""
         share = f"{100 * floor / seconds:.0f} %"
         rows.append([name, f"{tokens / seconds:,.0f}", f"{1000 * seconds / steps:.2f}", share, memory])
+        print(" | ".join(rows[-1]), flush=True)
         del work
         gc.collect()
         if device.type == "cuda":

@@ -13,6 +13,7 @@ from eepo.rollout.slots import PAGE, SCRATCH, Prefix, Row, Slots, pages_needed
 
 AHEAD = 4
 MAX_ROUNDS = 5_000
+MAX_TOKENS = 4 * PAGE
 
 lengths = st.one_of(st.integers(1, 3 * PAGE), st.sampled_from([PAGE - 1, PAGE, PAGE + 1, 2 * PAGE]))
 prompt_lengths = st.lists(lengths, min_size=1, max_size=5)
@@ -20,7 +21,7 @@ limits = st.lists(st.integers(1, 4 * PAGE), min_size=1, max_size=7)
 
 
 def rows_of(prompts: list[int], num_samples: int, limits: list[int]) -> list[Row]:
-    prefixes = [Prefix(place, length) for place, length in enumerate(prompts)]
+    prefixes = [Prefix(place, length, num_samples) for place, length in enumerate(prompts)]
     owners = [prefix for prefix in prefixes for _ in range(num_samples)]
     return [Row(prefix, line, limits[line % len(limits)]) for line, prefix in enumerate(owners)]
 
@@ -28,7 +29,8 @@ def rows_of(prompts: list[int], num_samples: int, limits: list[int]) -> list[Row
 def check_books(slots: Slots, num_pages: int) -> None:
     """Every page but the scratch page has exactly one owner, and every slot one row or none."""
     running = slots.running
-    prefixes = {id(row.prefix): row.prefix for row in running}.values()
+    assert all(prefix.num_live == 0 and prefix.num_left > 0 and prefix.pages for prefix in slots.idle)
+    prefixes = {id(prefix): prefix for prefix in [*(row.prefix for row in running), *slots.idle]}.values()
     owned = [page for holder in [*running, *prefixes] for page in holder.pages]
     assert sorted([*owned, *slots.free_pages]) == [page for page in range(num_pages) if page != SCRATCH]
     assert sorted([*slots.free_slots, *(row.slot for row in running)]) == list(range(len(slots.rows)))
@@ -50,6 +52,7 @@ class Host:
     drawn: Counter[int] = field(default_factory=Counter)  # by line, since it last began
     ended: list[int] = field(default_factory=list)
     num_rounds: int = 0
+    num_prepared: int = 0
 
     def finish(self) -> None:
         last: list[Row] = []
@@ -65,10 +68,18 @@ class Host:
             last = seen
 
     def admit(self) -> None:
-        for row in self.slots.admit(AHEAD):
-            self.drawn[row.line] = 1
-            assert row.room >= min(row.prefix.length + AHEAD, row.longest)
-        check_books(self.slots, self.num_pages)
+        while True:
+            prepared = self.slots.prepare(AHEAD, MAX_TOKENS)
+            check_books(self.slots, self.num_pages)
+            assert len(prepared) <= 1 or sum(prefix.length for prefix in prepared) <= MAX_TOKENS
+            self.num_prepared += len(prepared)
+            rows = self.slots.admit(AHEAD)
+            check_books(self.slots, self.num_pages)
+            for row in rows:
+                self.drawn[row.line] = 1
+                assert row.room >= min(row.prefix.length + AHEAD, row.longest)
+            if not rows:
+                return
 
     def reserve(self) -> None:
         before = {row.line: list(row.pages) for row in self.slots.running}
@@ -96,6 +107,24 @@ class Host:
         check_books(self.slots, self.num_pages)
 
 
+def entered(slots: Slots) -> list[Row]:
+    """One round's rows."""
+    rows: list[Row] = []
+    while True:
+        slots.prepare(AHEAD, MAX_TOKENS)
+        new = slots.admit(AHEAD)
+        rows += new
+        if not new:
+            return rows
+
+
+def test_a_prompt_is_prepared_once_where_pages_last() -> None:
+    """Even if its samples come one after another."""
+    wanted, _ = pages_needed([10, 70, 30], 5, 20, 2)
+    host = finish([10, 70, 30], 5, [20, 3, 9], 2, wanted)
+    assert host.num_prepared == 3
+
+
 def compact_and_check(slots: Slots) -> None:
     before = list(slots.rows)
     moves = slots.compact()
@@ -119,7 +148,8 @@ def test_with_all_pages_that_may_be_wanted_no_row_ever_begins_again(
     prompts: list[int], num_samples: int, limits: list[int], num_slots: int, compacts: bool
 ) -> None:
     wanted, _ = pages_needed(prompts, num_samples, max(limits), num_slots)
-    assert finish(prompts, num_samples, limits, num_slots, wanted, compacts).slots.num_restarts == 0
+    host = finish(prompts, num_samples, limits, num_slots, wanted, compacts)
+    assert host.slots.num_restarts == 0
 
 
 @given(prompt_lengths, st.integers(1, 4), limits, st.integers(1, 9), st.integers(0, 12), st.booleans())
@@ -146,7 +176,7 @@ def test_rows_in_step_do_not_restart_each_other_forever(prompt: int, num_rows: i
 def test_the_youngest_wait_again_and_come_first_after_that() -> None:
     rows = rows_of([10], 4, [200])
     slots = Slots(rows, 3, 1 + 1 + 6)
-    assert slots.admit(AHEAD) == rows[:3]
+    assert entered(slots) == rows[:3]
     rows[0].length, rows[1].length, rows[2].length = 100, 62, 60
     freed: list[int] = []
     for _ in range(30):
@@ -161,7 +191,7 @@ def test_the_youngest_wait_again_and_come_first_after_that() -> None:
 def test_one_row_that_cannot_fit_says_so() -> None:
     [row] = rows_of([10], 1, [3 * PAGE])
     slots = Slots([row], 1, 4)
-    assert slots.admit(AHEAD) == [row]
+    assert entered(slots) == [row]
     with pytest.raises(MemoryError, match="one completion alone"):
         slots.reserve(3 * PAGE)
 
@@ -169,7 +199,7 @@ def test_one_row_that_cannot_fit_says_so() -> None:
 def test_samples_share_the_full_pages_of_their_prompt_and_nothing_else() -> None:
     rows = rows_of([2 * PAGE + 5], 3, [10])
     slots = Slots(rows, 3, 40)
-    slots.admit(AHEAD)
+    entered(slots)
     assert rows[0].prefix is rows[2].prefix
     assert len(rows[0].prefix.pages) == 3  # two full ones, and the tail that each row copies
     assert [len(row.pages) for row in rows] == [1, 1, 1]
@@ -179,7 +209,7 @@ def test_samples_share_the_full_pages_of_their_prompt_and_nothing_else() -> None
 def test_a_prompt_gives_its_pages_back_with_its_last_row() -> None:
     rows = rows_of([PAGE, 5], 2, [10])
     slots = Slots(rows, 4, 40)
-    slots.admit(AHEAD)
+    entered(slots)
     slots.end(rows[0])
     assert rows[0].prefix.pages
     slots.end(rows[1])
@@ -191,6 +221,6 @@ def test_a_prompt_gives_its_pages_back_with_its_last_row() -> None:
 def test_a_prompt_of_exactly_one_page_needs_no_tail() -> None:
     [row] = rows_of([PAGE], 1, [1])
     slots = Slots([row], 1, 10)
-    slots.admit(AHEAD)
+    entered(slots)
     assert row.prefix.num_full == len(row.prefix.pages) == len(row.pages) == 1
     assert row.room == 2 * PAGE

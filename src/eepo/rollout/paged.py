@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from typing import Any
 
@@ -83,7 +83,7 @@ class PagedEngine(TransformersEngine):
         return sampling.max_new_tokens
 
     def _generate(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[list[Completion]]:
-        prefixes = [Prefix(place, len(prompt.token_ids)) for place, prompt in enumerate(prompts)]
+        prefixes = [Prefix(place, len(prompt.token_ids), num_samples) for place, prompt in enumerate(prompts)]
         rows = [
             Row(prefix, prefix.place * num_samples + sample, self.limit(prompts[prefix.place], sample, sampling))
             for prefix in prefixes
@@ -339,6 +339,7 @@ class _Run:
     slots: Slots
     prompts: Sequence[Prompt]
     keys: Tensor  # [lines]
+    hidden: dict[int, Tensor] = field(default_factory=dict)  # of prepared prompts, by place: [H] of their last tokens
 
     def finish(self) -> None:
         last: _Sight | None = None
@@ -354,12 +355,20 @@ class _Run:
             last = sight
 
     def admit(self) -> None:
-        """Prefill what is new, hand the rows their pages, and draw their first tokens."""
-        rows = self.slots.admit(AHEAD)
-        if not rows:
-            return
+        """Prefill what comes next, hand rows their pages, and draw their first tokens; until no more can enter."""
+        while True:
+            prefixes = self.slots.prepare(AHEAD, PREFILL_TOKENS)
+            if prefixes:
+                places = [prefix.place for prefix in prefixes]
+                self.hidden |= dict(zip(places, self._prefill(prefixes).unbind(), strict=True))
+            rows = self.slots.admit(AHEAD)
+            if not rows:
+                return
+            self._begin(rows)
+
+    def _begin(self, rows: list[Row]) -> None:
         prefixes = list({id(row.prefix): row.prefix for row in rows}.values())
-        hidden = torch.cat([self._prefill(part) for part in _parts(prefixes, PREFILL_TOKENS)])
+        hidden = torch.stack([self.hidden[prefix.place] for prefix in prefixes])
         self._copy_tails(rows)
         self._enter(rows)
         order = {id(prefix): place for place, prefix in enumerate(prefixes)}
@@ -444,18 +453,6 @@ class _Sight:
 
 def _send(numbers: Sequence[Any], device: torch.device) -> Tensor:
     return send(torch.tensor(numbers, dtype=torch.int64), device)
-
-
-def _parts(prefixes: list[Prefix], max_tokens: int) -> Iterator[list[Prefix]]:
-    part: list[Prefix] = []
-    size = 0
-    for prefix in prefixes:
-        if part and size + prefix.length > max_tokens:
-            yield part
-            part, size = [], 0
-        part.append(prefix)
-        size += prefix.length
-    yield part
 
 
 def _sizes(num_slots: int) -> list[int]:

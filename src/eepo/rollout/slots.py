@@ -15,12 +15,16 @@ SCRATCH = 0  # the page that slots without a row write to
 
 @dataclass(eq=False)
 class Prefix:
-    """A prompt's cached keys and values, shared by its rows: held as long as one of them is in a slot."""
+    """A prompt's cached keys and values, shared by its rows, until the last of them has ended.
+
+    While none of them is in a slot they may be dropped for others that are, and be computed again later.
+    """
 
     place: int  # of the prompt, in the call
     length: int  # tokens
+    num_left: int = 1  # rows that have not ended
     num_live: int = 0  # rows in slots
-    pages: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)  # none: to be prepared
 
     @property
     def num_full(self) -> int:
@@ -60,6 +64,7 @@ class Slots:
         self.rows: list[Row | None] = [None] * num_slots
         self.free_slots = list(range(num_slots - 1, -1, -1))
         self.free_pages = list(range(num_pages - 1, SCRATCH, -1))
+        self.idle: list[Prefix] = []  # prepared, and no row of theirs in a slot; what is needed last, last
         self.num_restarts = 0
 
     @property
@@ -74,20 +79,43 @@ class Slots:
     def done(self) -> bool:
         return not self.waiting and self.num_live == 0
 
+    def prepare(self, ahead: int, max_tokens: int) -> list[Prefix]:
+        """Prompts to compute now, with pages: the one that the next row waits for, and others while there is room.
+
+        Many at a time, as a pass over one short prompt takes as long as one over a hundred.
+        """
+        chosen: list[Prefix] = []
+        num_tokens = 0
+        if not self.waiting or not self.free_slots or self.waiting[0].prefix.pages:
+            return chosen
+        for row in self.waiting:
+            prefix = row.prefix
+            if prefix.pages:
+                continue
+            if chosen and num_tokens + prefix.length > max_tokens:
+                break
+            spare = self.num_live + self._own(row, ahead) * (len(self.free_slots) if chosen else 1)
+            if not self._make_room(
+                _num_pages(prefix.length) + spare, keep=() if chosen else (prefix,), drop=not chosen
+            ):
+                break
+            prefix.pages = self._take(_num_pages(prefix.length))
+            chosen.append(prefix)
+            num_tokens += prefix.length
+        self.idle += chosen
+        return chosen
+
     def admit(self, ahead: int) -> list[Row]:
-        """Rows that enter now, with pages for their prompt and for `ahead` tokens after it."""
+        """Rows whose prompts are prepared and that enter now, with pages for `ahead` tokens."""
         entered: list[Row] = []
-        while self.waiting and self.free_slots:
+        while self.waiting and self.free_slots and self.waiting[0].prefix.pages:
             row = self.waiting[0]
-            new = not row.prefix.pages
-            for_prefix = _num_pages(row.prefix.length) if new else 0
-            own = _num_pages(min(row.prefix.length + ahead, row.longest)) - row.prefix.num_full
-            spare = self.num_live  # each live row may soon want one more
-            if for_prefix + own + spare > len(self.free_pages):
+            own = self._own(row, ahead)
+            if not self._make_room(own + self.num_live, keep=(row.prefix,)):  # each live row may soon want one more
                 break
             self.waiting.popleft()
-            if new:
-                row.prefix.pages = self._take(for_prefix)
+            if row.prefix.num_live == 0:
+                self.idle.remove(row.prefix)
             row.prefix.num_live += 1
             row.pages, row.length = self._take(own), row.prefix.length
             row.slot = self.free_slots.pop()
@@ -105,7 +133,7 @@ class Slots:
                 continue
             row.length = min(row.length + ahead, row.longest)
             while row.room < row.length:
-                if not self.free_pages:
+                if not self._make_room(1):
                     freed.append(self._restart_youngest(order))  # which may be this one
                     continue
                 added.append((row.slot, row.prefix.num_full + len(row.pages), self.free_pages[-1]))
@@ -114,6 +142,7 @@ class Slots:
 
     def end(self, row: Row) -> int:
         """`row` is complete; returns the slot that it leaves."""
+        row.prefix.num_left -= 1
         return self._leave(row)
 
     def compact(self) -> list[int]:
@@ -146,10 +175,29 @@ class Slots:
         self.free_pages += row.pages
         row.pages, row.length = [], 0
         row.prefix.num_live -= 1
-        if row.prefix.num_live == 0:
-            self.free_pages += row.prefix.pages
-            row.prefix.pages = []
+        if row.prefix.num_live == 0 and row.prefix.num_left > 0:
+            self.idle.insert(0, row.prefix)
+        elif row.prefix.num_live == 0:
+            self._drop(row.prefix)
         return slot
+
+    def _own(self, row: Row, ahead: int) -> int:
+        """Pages of its own that a row enters with."""
+        return _num_pages(min(row.prefix.length + ahead, row.longest)) - row.prefix.num_full
+
+    def _make_room(self, count: int, keep: Sequence[Prefix] = (), drop: bool = True) -> bool:
+        """Whether `count` pages are free, if need be by dropping idle prompts."""
+        while drop and len(self.free_pages) < count:
+            prefix = next((one for one in reversed(self.idle) if one not in keep), None)
+            if prefix is None:
+                break
+            self.idle.remove(prefix)
+            self._drop(prefix)
+        return len(self.free_pages) >= count
+
+    def _drop(self, prefix: Prefix) -> None:
+        self.free_pages += prefix.pages
+        prefix.pages = []
 
     def _take(self, count: int) -> list[int]:
         return [self.free_pages.pop() for _ in range(count)]
