@@ -101,12 +101,13 @@ def trl(args: argparse.Namespace, device: torch.device) -> list[dict[str, float]
             shapes.wait(device)
             ends.append(time.perf_counter())
 
-    rows_at_once = args.trl_rows
+    rows_at_once, on_gpu = args.trl_rows, device.type == "cuda"
     mini_batch = args.prompts // 2 * GROUP
     options = GRPOConfig(
         output_dir=tempfile.mkdtemp(), per_device_train_batch_size=rows_at_once,
         gradient_accumulation_steps=mini_batch // rows_at_once, steps_per_generation=2 * mini_batch // rows_at_once,
-        num_generations=GROUP, max_completion_length=args.new, temperature=1.0, beta=1e-4, bf16=device.type == "cuda", use_cpu=device.type == "cpu",
+        num_generations=GROUP, max_completion_length=args.new, temperature=1.0, beta=1e-4,
+        bf16=on_gpu, use_cpu=not on_gpu,
         gradient_checkpointing=False, learning_rate=1e-7, max_steps=2 * (args.warm + args.repeats), save_strategy="no",
         report_to="none", logging_steps=1000, disable_tqdm=True, num_iterations=1,
         generation_kwargs={"eos_token_id": None, "top_k": 0},
