@@ -224,3 +224,29 @@ def test_a_prompt_of_exactly_one_page_needs_no_tail() -> None:
     entered(slots)
     assert row.prefix.num_full == len(row.prefix.pages) == len(row.pages) == 1
     assert row.room == 2 * PAGE
+
+
+def test_a_row_that_gives_way_half_served_takes_no_page_along() -> None:
+    """Nobody is told of pages that it took and gave back in the same round."""
+    rows = rows_of([10], 2, [6 * PAGE])
+    slots = Slots(rows, 2, 1 + 1 + 8)
+    assert entered(slots) == rows
+    added, freed = slots.reserve(4 * PAGE)  # four more for each, and six are there
+    assert freed == [1]
+    assert {slot for slot, _, _ in added} == {0}
+    assert list(slots.waiting) == [rows[1]]
+    assert len(rows[0].pages) == 5
+    check_books(slots, 10)
+
+
+def test_prompts_that_nobody_uses_give_way_before_rows_do() -> None:
+    """One row runs and the prompts of the others lie ready: what it wants, it takes from the last of these."""
+    rows = rows_of([10, 10, 10], 1, [6 * PAGE])
+    slots = Slots(rows, 1, 1 + 3 + 4)
+    assert entered(slots) == rows[:1]
+    assert slots.idle == [rows[1].prefix, rows[2].prefix]
+    _, freed = slots.reserve(4 * PAGE)  # four more, and three are free
+    assert freed == []
+    assert slots.idle == [rows[1].prefix]
+    assert not rows[2].prefix.pages
+    check_books(slots, 8)
