@@ -13,6 +13,7 @@ import argparse
 import copy
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import shapes
@@ -23,12 +24,14 @@ from eepo.compiled import compile_layers
 from eepo.policy import Policy
 
 
-def ours(model: Any, args: argparse.Namespace, compiled: bool, checkpointing: bool) -> Callable[[], None] | None:
+def ours(
+    model: Any, args: argparse.Namespace, compiled: bool = False, checkpointing: bool = False, graphs: bool = False
+) -> Callable[[], None] | None:
     own = copy.deepcopy(model)
     if checkpointing:
         own.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         own.train()
-    policy = Policy(own, args.tokens, args.head)
+    policy = Policy(own, args.tokens, args.head, graphs=graphs)
     if compiled and not compile_layers(own):
         return None
     asked = shapes.prompts(args.micro_batches * args.tokens // args.length, args.prompt)
@@ -41,7 +44,7 @@ def ours(model: Any, args: argparse.Namespace, compiled: bool, checkpointing: bo
             sampled = batch.pad([completion.logprobs for _, completion in pairs])
             loss = policy_loss(scores.logprobs, sampled, batch.pick(advantages), batch.mask, 0.2, 0.2)
             (loss - 1e-5 * token_mean(scores.entropies, batch.mask)).backward()
-        own.zero_grad(set_to_none=True)
+        policy.clear_gradients()
 
     return run
 
@@ -62,10 +65,11 @@ def plain(model: Any, args: argparse.Namespace) -> Callable[[], None]:
 
 
 PEERS: dict[str, Callable[..., Any]] = {
-    "eepo": lambda *given: ours(*given, compiled=False, checkpointing=False),
-    "eepo, compiled": lambda *given: ours(*given, compiled=True, checkpointing=False),
-    "eepo, checkpointing": lambda *given: ours(*given, compiled=False, checkpointing=True),
-    "eepo, compiled, checkpointing": lambda *given: ours(*given, compiled=True, checkpointing=True),
+    "eepo": ours,
+    "eepo, compiled": partial(ours, compiled=True),
+    "eepo, compiled, graphs": partial(ours, compiled=True, graphs=True),
+    "eepo, checkpointing": partial(ours, checkpointing=True),
+    "eepo, compiled, checkpointing": partial(ours, compiled=True, checkpointing=True),
     "plain": plain,
 }
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from eepo.attention import Packing
 from eepo.batching import MicroBatch, Packed, Padded, micro_batches
+from eepo.graphed import GraphedPass
 from eepo.head import Head
 from eepo.types import Completion, Prompt, UserError
 
@@ -35,7 +36,12 @@ class Policy:
     """
 
     def __init__(
-        self, model: Any, micro_batch_tokens: int = 16384, head_tokens: int = 4096, dtype: torch.dtype | None = None
+        self,
+        model: Any,
+        micro_batch_tokens: int = 16384,
+        head_tokens: int = 4096,
+        dtype: torch.dtype | None = None,
+        graphs: bool = False,
     ) -> None:
         self.model = model.float()
         self.micro_batch_tokens = micro_batch_tokens
@@ -48,6 +54,8 @@ class Policy:
             model.get_input_embeddings().register_forward_hook(lambda _module, _inputs, output: output.float())
         if dtype is not None:
             _hold_matrices(model, dtype)
+        if graphs and self.packed and not model.is_gradient_checkpointing:
+            self._scorer.graphs = GraphedPass(model, self._scorer.packing, micro_batch_tokens)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight once (a tied head is its embedding), detached."""
@@ -72,7 +80,11 @@ class Policy:
             if weights is None:
                 return self._scorer(batch, temperature)
             named = {f"model.{name}": weight for name, weight in weights.items()}
-            return torch.func.functional_call(self._scorer, named, (batch, temperature))
+            return torch.func.functional_call(self._scorer, named, (batch, temperature, False))
+
+    def clear_gradients(self) -> None:
+        """Graphs know where their gradients lie; without graphs the memory is given back."""
+        self.model.zero_grad(set_to_none=self._scorer.graphs is None)
 
     def gradient(
         self,
@@ -88,17 +100,22 @@ class Policy:
         """
         weights = dict(self.model.named_parameters())
         aside = {name: weight.grad for name, weight in weights.items()}
+        graphed = self._scorer.graphs is not None  # their gradients have a fixed place, and are zero outside an update
         try:
             for weight in weights.values():
-                weight.grad = None
+                weight.grad = weight.grad if graphed else None
             for batch in self.micro_batches(pairs, rows):
                 value = loss(batch, self.score(batch, temperature))
                 if value is not None:
                     value.backward()  # sums in place, which no list of gradients would
-            return {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+            found = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+            return {name: gradient.clone() for name, gradient in found.items()} if graphed else found
         finally:
-            for name, weight in weights.items():
-                weight.grad = aside[name]
+            if graphed:
+                self.clear_gradients()
+            else:
+                for name, weight in weights.items():
+                    weight.grad = aside[name]
 
 
 class _Scorer(nn.Module):
@@ -109,18 +126,25 @@ class _Scorer(nn.Module):
         self.model: Any = model
         self.head_tokens = head_tokens
         self.packing = Packing(model)
+        self.graphs: GraphedPass | None = None
 
-    def forward(self, batch: MicroBatch, temperature: float) -> Scores:
-        hidden = self.hidden_states(batch.inputs).flatten(0, 1)[batch.predictors]  # [C, H]: completion tokens only
+    def forward(self, batch: MicroBatch, temperature: float, own_weights: bool = True) -> Scores:
+        hidden = self.hidden_states(batch.inputs, own_weights).flatten(0, 1)[
+            batch.predictors
+        ]  # [C, H]: completion tokens only
         head = Head.of(self.model)
         dtype = _product_dtype(head.weight)
         columns = head.scores(hidden, batch.targets, temperature, self.head_tokens, dtype)
         return Scores(*(batch.spread(column) for column in columns))
 
-    def hidden_states(self, inputs: Padded | Packed) -> Tensor:
+    def hidden_states(self, inputs: Padded | Packed, own_weights: bool = True) -> Tensor:
         if self.packing.adopted != isinstance(inputs, Packed):
             raise ValueError("a policy that packs cannot score padded rows, nor one that pads packed ones")
         if isinstance(inputs, Packed):
+            if self.graphs is not None and own_weights:  # graphs know the model's own alone
+                hidden = self.graphs.hidden_states(inputs)
+                if hidden is not None:
+                    return hidden
             self.packing.inputs = inputs
             options = {"input_ids": inputs.input_ids, "position_ids": inputs.position_ids}
         else:
