@@ -88,7 +88,7 @@ def test_the_engine_is_copied_before_the_policy_packs_its_model(
     monkeypatch.setattr(assemble, "_policy", as_on_a_gpu)
     trainer = build(TINY, tmp_path / "run")
     engine = trainer.algorithm.engine
-    assert trainer.model.config._attn_implementation.startswith("eepo-packed")
+    assert trainer.model.config._attn_implementation == "eepo"
     assert engine.model.config._attn_implementation == "sdpa"
     assert not engine.model.get_input_embeddings()._forward_hooks
     row = StepMetrics()

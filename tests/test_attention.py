@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -216,3 +218,21 @@ def test_packed_inputs_are_what_packing_expects(ragged_pairs: Any) -> None:
     assert isinstance(batch.inputs, Packed)
     assert batch.inputs.starts.dtype == torch.int32
     assert batch.inputs.longest == int(batch.inputs.starts.diff().max())
+
+
+def test_a_packed_model_is_let_go(new_model: Any) -> None:
+    """`transformers`' registry of attention functions lives as long as the process."""
+    policy = pack(Policy(new_model("llama")))
+    model = weakref.ref(policy.model)
+    del policy
+    gc.collect()
+    assert model() is None
+
+
+def test_layers_that_only_their_mask_tells_of_are_not_packed(new_model: Any, caplog: Any) -> None:
+    model = new_model("llama")
+    model.config.layer_types = ["full_attention", "chunked_attention"]
+    with caplog.at_level(logging.WARNING):
+        assert not Packing(model).adopt()
+    assert "chunked_attention" in caplog.text
+    assert model.config._attn_implementation == "sdpa"

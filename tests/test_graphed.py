@@ -65,9 +65,8 @@ def test_gradients_add_up_over_micro_batches_and_are_cleared_in_place(
 
 
 def test_scores_without_gradients_and_under_other_weights(policies: tuple[Policy, Policy], ragged_pairs: Any) -> None:
-    plain, graphed = policies
     pairs = ragged_pairs(9)
-    others = {name: 1.1 * weight for name, weight in plain.named_weights()}
+    others = {name: 1.1 * weight for name, weight in policies[0].named_weights()}
     for weights in (None, others):
         rows: list[dict[int, list[float]]] = []
         for policy in policies:
@@ -83,7 +82,7 @@ def test_scores_without_gradients_and_under_other_weights(policies: tuple[Policy
 
 
 def test_a_row_longer_than_a_micro_batch_goes_the_plain_way(policies: tuple[Policy, Policy], ragged_pairs: Any) -> None:
-    plain, graphed = policies
+    graphed = policies[1]
     graphed._scorer.graphs = GraphedPass(graphed.model, graphed._scorer.packing, 8, capture=False)
     expected, found = (policy.gradient(ragged_pairs(5), 1.0, losses) for policy in policies)
     for name, gradient in expected.items():
@@ -109,7 +108,7 @@ def test_what_is_filled_up_covers_all_tokens_and_nothing_twice(lengths: list[int
     assert into.starts[: len(lengths) + 1].tolist() == starts.tolist()
     assert int(into.starts[-1]) == part
     steps = into.starts.diff()
-    assert 0 <= int(steps.min())
+    assert int(steps.min()) >= 0
     assert int(steps.max()) <= longest
     for begin, end in zip(into.starts[:-1].tolist(), into.starts[1:].tolist(), strict=True):
         assert into.position_ids[0, begin:end].tolist() == list(range(end - begin))

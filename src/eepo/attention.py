@@ -19,6 +19,28 @@ from eepo.batching import Packed
 
 log = logging.getLogger(__name__)
 CLOSE = 0.02  # relative, in bf16
+NAME = "eepo"  # in `transformers`' registry
+
+
+def attend_with(model: Any, function: Callable[..., tuple[Tensor, None]]) -> None:
+    """From now on `model` attends by `function`, which gets what `transformers` gives its attention functions.
+
+    Its parts hold the function, not the registry, which would never let go of it, nor of the model behind it.
+    """
+    known = {"full_attention", "sliding_attention"}  # others are told by their masks alone
+    strange = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - known
+    if strange:
+        raise NotImplementedError(f"layers with {', '.join(sorted(strange))}")
+    for module in model.modules():
+        module.eepo_attend = function
+    model.config._attn_implementation = NAME
+
+
+def _attend(module: Any, *given: Any, **options: Any) -> tuple[Tensor, None]:
+    return module.eepo_attend(module, *given, **options)
+
+
+AttentionInterface.register(NAME, _attend)
 
 
 class Packing:
@@ -31,12 +53,11 @@ class Packing:
 
     def adopt(self) -> bool:
         """Whether this family, packed, says what it says padded; one that does not stays as it is."""
-        usual, name = self.model.config._attn_implementation, f"eepo-packed-{id(self)}"
+        usual = self.model.config._attn_implementation
         two = _two(self.model.device)
         alone = self._hidden(two.input_ids[:, :4]), self._hidden(two.input_ids[:, 4:])
-        AttentionInterface.register(name, self._attend)
-        self.model.config._attn_implementation = name
         try:
+            attend_with(self.model, self._attend)
             self.inputs = two
             gap = _gap(self._hidden(two.input_ids, two.position_ids), torch.cat(alone, 1))
             reason = f"packed, it is off by {gap:.1g}" if gap > CLOSE else ""

@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
 
 from eepo import kernels
-from eepo.attention import packed_attention
+from eepo.attention import attend_with, packed_attention
 from eepo.batching import send
 from eepo.head import Head
 from eepo.kernels.rows import Outputs, RowState
@@ -139,7 +138,6 @@ class _Cache:
         self.num_layers: int = config.num_hidden_layers
         self.num_heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.name = f"eepo-paged-{id(self)}"
         self.page_bytes = 2 * self.num_layers * self.num_heads * PAGE * self.size * model.dtype.itemsize
         self.pool: Tensor | None = None  # [layers, 2, pages, heads, PAGE, size]
         self.prefill: _Prefill | None = None  # the prompts of this pass; None: one new token in each row
@@ -152,8 +150,7 @@ class _Cache:
         self.pool = torch.empty(shape, dtype=self.model.dtype, device=self.model.device)
         self.pool[:, :, SCRATCH] = 0
         self.tables, self.positions = tables, positions
-        AttentionInterface.register(self.name, self.attend)
-        self.model.config._attn_implementation = self.name
+        attend_with(self.model, self.attend)
 
     @torch.compiler.disable
     def attend(
