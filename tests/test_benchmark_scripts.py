@@ -1,0 +1,39 @@
+"""Benchmarks are run by hand and on other machines: here, that each of them starts, and that one runs."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py") if "argparse" in path.read_text(encoding="utf-8"))
+
+
+def run(name: str, arguments: list[str], monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    monkeypatch.syspath_prepend(str(FOLDER))
+    runpy.run_path(str(FOLDER / name), run_name="__main__")
+
+
+def test_the_scripts_are_found() -> None:
+    assert {"rollout.py", "train.py", "step.py", "optimizers.py", "grader.py"} <= set(SCRIPTS)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_each_says_how_it_is_used(name: str, monkeypatch: Any, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(name, ["--help"], monkeypatch)
+    assert ended.value.code == 0
+    assert "usage:" in capsys.readouterr().out
+
+
+def test_a_rollout_benchmark_compares_engines_on_forced_lengths(monkeypatch: Any, capsys: Any) -> None:
+    cases = ["--shape", "tiny", "--rows", "4", "--cases", "fixed:4:2,longtail:8:6", "--mean", "3", "--prompt", "5"]
+    run("rollout.py", [*cases, "--samples", "2", "--peers", "eepo;generate", "--repeats", "1"], monkeypatch)
+    printed = capsys.readouterr().out
+    assert printed.count("| eepo |") == printed.count("| generate |") == 2
+    assert printed.count("times generate") == 2
