@@ -112,3 +112,13 @@ def test_what_is_filled_up_covers_all_tokens_and_nothing_twice(lengths: list[int
     assert int(steps.max()) <= longest
     for begin, end in zip(into.starts[:-1].tolist(), into.starts[1:].tolist(), strict=True):
         assert into.position_ids[0, begin:end].tolist() == list(range(end - begin))
+
+
+def test_gradients_that_were_taken_away_are_missed(policies: tuple[Policy, Policy], ragged_pairs: Any) -> None:
+    """A graph would go on adding to memory that nobody reads."""
+    graphed = policies[1]
+    [batch] = graphed.micro_batches(ragged_pairs(3))
+    value = losses(batch, graphed.score(batch, 1.0))
+    graphed.model.zero_grad(set_to_none=True)
+    with pytest.raises(RuntimeError, match="clear_gradients"):
+        value.backward()

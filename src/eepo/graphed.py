@@ -88,6 +88,8 @@ class _Pass:
         return self.hidden.detach()
 
     def backward(self, gradient: Tensor) -> None:
+        if any(weight.grad is None for weight in self.model.base_model.parameters() if weight.requires_grad):
+            raise RuntimeError("gradients were taken away from a graphed model; Policy.clear_gradients keeps them")
         if len(self.graphs) > 1 and self.gradient is not None:
             self.gradient.copy_(gradient)
             self.graphs[1].replay()
