@@ -122,3 +122,10 @@ def test_gradients_that_were_taken_away_are_missed(policies: tuple[Policy, Polic
     graphed.model.zero_grad(set_to_none=True)
     with pytest.raises(RuntimeError, match="clear_gradients"):
         value.backward()
+
+
+def test_graphs_that_cannot_be_had_are_told_of(new_model: Any, caplog: Any) -> None:
+    policy = Policy(new_model("qwen2"), graphs=True)
+    assert policy._scorer.graphs is None
+    assert len(caplog.records) == 1
+    assert "model.cuda_graphs is not used" in caplog.text

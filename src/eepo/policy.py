@@ -6,6 +6,7 @@ at a time and are computed again in the backward pass. Nothing here edits weight
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from eepo.batching import MicroBatch, Packed, Padded, micro_batches
 from eepo.graphed import GraphedPass
 from eepo.head import Head
 from eepo.types import Completion, Prompt, UserError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -56,6 +59,8 @@ class Policy:
             _hold_matrices(model, dtype)
         if graphs and self.packed and not model.is_gradient_checkpointing:
             self._scorer.graphs = GraphedPass(model, self._scorer.packing, micro_batch_tokens)
+        elif graphs:
+            log.warning("model.cuda_graphs is not used: it needs a GPU, a family that packs, and no checkpointing")
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight once (a tied head is its embedding), detached."""
@@ -95,8 +100,8 @@ class Policy:
     ) -> dict[str, Tensor]:
         """∇ Σ loss over the micro-batches of `pairs`, or of some `rows` of them, beside the model.
 
-        Its own `.grad` fields are left alone.
-        A micro-batch whose loss is None costs no backward pass; if all are, the gradient is empty.
+        Its own `.grad` fields are left alone. A micro-batch whose loss is None costs no backward pass; if all are, the
+        gradient is empty.
         """
         weights = dict(self.model.named_parameters())
         aside = {name: weight.grad for name, weight in weights.items()}
@@ -129,9 +134,8 @@ class _Scorer(nn.Module):
         self.graphs: GraphedPass | None = None
 
     def forward(self, batch: MicroBatch, temperature: float, own_weights: bool = True) -> Scores:
-        hidden = self.hidden_states(batch.inputs, own_weights).flatten(0, 1)[
-            batch.predictors
-        ]  # [C, H]: completion tokens only
+        hidden = self.hidden_states(batch.inputs, own_weights).flatten(0, 1)
+        hidden = hidden[batch.predictors]  # [C, H]: completion tokens only
         head = Head.of(self.model)
         dtype = _product_dtype(head.weight)
         columns = head.scores(hidden, batch.targets, temperature, self.head_tokens, dtype)

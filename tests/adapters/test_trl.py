@@ -141,7 +141,9 @@ def test_gate_never_is_grpo_bit_for_bit(build: Build, fingerprint: Any, settings
 
 
 def test_an_odd_group_is_fine_where_there_are_no_stages(build: Build) -> None:
-    build(gate="never", num_generations=3, per_device_train_batch_size=3, max_steps=1).train()
+    trainer = build(gate="never", num_generations=3, per_device_train_batch_size=3, max_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == 1
 
 
 # --- θ and θ′

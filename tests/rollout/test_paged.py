@@ -16,7 +16,7 @@ from eepo.rollout.embedded import embedded_engine
 from eepo.rollout.paged import PagedEngine
 from eepo.rollout.slots import PAGE, Slots
 from eepo.rollout.transformers import TransformersEngine
-from eepo.types import Completion, Prompt, Sampling
+from eepo.types import Completion, Prompt, Sampling, UserError
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=10, seed=5, stream="train/3")
 LONG = replace(SAMPLING, max_new_tokens=PAGE + 9)
@@ -282,3 +282,19 @@ def test_on_a_gpu_the_paged_engine_samples_where_it_can(
         [f"sampling without pages and CUDA graphs, which is slower: {problem}"] if problem else []
     )
     assert engine.max_rows == 64
+
+
+def test_memory_for_not_even_one_completion_is_told_in_a_line(
+    new_model: Any, tokenizer: Any, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
+
+    def full(engine: PagedEngine, num_pages: int, *sizes: int) -> None:
+        tried.append(num_pages)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(paged, "_Buffers", full)
+    with pytest.raises(UserError, match="max_new_tokens = 200 fits"):
+        PagedEngine(new_model("qwen2"), tokenizer).generate(prompts, 4, Sampling(1.0, 200))
+    assert tried == sorted(tried, reverse=True)
+    assert len(tried) > 1  # first with fewer rows at a time

@@ -11,21 +11,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from eepo import kernels
-from eepo.attention import attend_with, packed_attention
-from eepo.batching import send
 from eepo.head import Head
 from eepo.kernels.rows import Outputs, RowState
+from eepo.rollout.pages import PagedCache, Prefill, send_numbers
 from eepo.rollout.randomness import row_key
 from eepo.rollout.slots import PAGE, SCRATCH, Prefix, Row, Slots, pages_needed
 from eepo.rollout.transformers import TransformersEngine
-from eepo.types import Completion, Prompt, Sampling
+from eepo.types import Completion, Prompt, Sampling, UserError
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +41,7 @@ class PagedEngine(TransformersEngine):
     def __init__(self, model: Any, tokenizer: Any, max_rows: int = 1024, stop: str = "", graphs: bool = True) -> None:
         super().__init__(model, tokenizer, max_rows, stop)
         self.graphs = graphs and self.device.type == "cuda"
-        self.cache = _Cache(model)
+        self.cache = PagedCache(model)
         self._ends = _power_of_two(self._eos.tolist(), self.device)
         self._buffers: _Buffers | None = None
         self._short = False  # of memory for all pages that might be wanted
@@ -113,9 +111,12 @@ class PagedEngine(TransformersEngine):
         while self._buffers is None:
             try:
                 self._buffers = _Buffers(self, pages, *sizes)
-            except torch.cuda.OutOfMemoryError:
+            except torch.cuda.OutOfMemoryError as error:
                 if pages == least:
-                    raise
+                    raise UserError(
+                        f"not one completion of max_new_tokens = {max_new_tokens} fits into the GPU's free memory; "
+                        "give fewer, or make room (eepo doctor says which knobs do)"
+                    ) from error
                 pages = max(least, pages // 2)
         if pages < wanted and not self._short:
             log.warning("the cache has room for %.0f %% of %d rows at their longest", 100 * pages / wanted, num_slots)
@@ -127,99 +128,6 @@ class PagedEngine(TransformersEngine):
         self.cache.pool = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-class _Cache:
-    """Keys and values of all layers in pages, and the attention that reads and writes them."""
-
-    def __init__(self, model: Any) -> None:
-        config = model.config.get_text_config()
-        self.model = model
-        self.num_layers: int = config.num_hidden_layers
-        self.num_heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        self.size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.page_bytes = 2 * self.num_layers * self.num_heads * PAGE * self.size * model.dtype.itemsize
-        self.pool: Tensor | None = None  # [layers, 2, pages, heads, PAGE, size]
-        self.prefill: _Prefill | None = None  # the prompts of this pass; None: one new token in each row
-        self.tables: Tensor | None = None  # [R, pages of a row]
-        self.positions: Tensor | None = None  # [R]
-
-    def make(self, num_pages: int, tables: Tensor, positions: Tensor) -> None:
-        """Empty, except that a page nobody wrote holds zeros: the scratch page is read."""
-        shape = (self.num_layers, 2, num_pages, self.num_heads, PAGE, self.size)
-        self.pool = torch.empty(shape, dtype=self.model.dtype, device=self.model.device)
-        self.pool[:, :, SCRATCH] = 0
-        self.tables, self.positions = tables, positions
-        attend_with(self.model, self.attend)
-
-    @torch.compiler.disable
-    def attend(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
-        scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None, **options: Any,
-    ) -> tuple[Tensor, None]:  # fmt: skip
-        """What `transformers` calls in each layer: query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]."""
-        if self.pool is None or self.tables is None or self.positions is None or options.get("s_aux") is not None:
-            raise NotImplementedError("paged attention knows no sinks")
-        keys, values = self.pool[module.layer_idx]
-        scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-        if self.prefill is not None:
-            if softcap:
-                raise NotImplementedError("packed attention knows no caps")
-            plan = self.prefill
-            keys[plan.pages, :, plan.offsets] = key[0].transpose(0, 1)
-            values[plan.pages, :, plan.offsets] = value[0].transpose(0, 1)
-            return packed_attention(query, key, value, plan.starts, plan.longest, scale, sliding_window or 0), None
-        paged_attention = kernels.chosen("paged_attention", query.device)
-        new = [part[0].transpose(0, 1) for part in (query, key, value)]
-        out = paged_attention(
-            *new, keys, values, self.tables, self.positions, scale, softcap or 0.0, sliding_window or 0
-        )
-        return out.unsqueeze(0), None
-
-    def try_out(self, ids: Tensor) -> Tensor:
-        """Hidden states of the last two tokens: the first by prefill, the second by a decode step after it."""
-        device, length = ids.device, ids.shape[1]
-        self.make(
-            3, torch.tensor([[1, 2]], dtype=torch.int32, device=device), torch.tensor([length - 1], device=device)
-        )
-        self.prefill = _Prefill.of([ids[0, :-1].tolist()], [[1, 2]], device)
-        first = self.prefill.run(self.model)[0]
-        self.prefill = None
-        second = self.decode(ids[0, -1:], torch.tensor([length - 1], device=device))
-        self.pool = None
-        return torch.stack([first, second[0]])
-
-    def decode(self, tokens: Tensor, positions: Tensor) -> Tensor:  # [B], [B] -> [B, H]
-        """Rows lie side by side in one sequence, as prompts do in a prefill: a compiled layer then is one for both."""
-        output = self.model.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
-        return output.last_hidden_state[0]
-
-
-@dataclass
-class _Prefill:
-    """Prompts laid end to end, and where each token's keys and values go."""
-
-    input_ids: Tensor  # [1, N]
-    position_ids: Tensor  # [1, N]
-    starts: Tensor  # [P + 1] int32
-    longest: int
-    pages: Tensor  # [N]
-    offsets: Tensor  # [N]
-
-    @classmethod
-    def of(cls, prompts: list[Sequence[int]], pages: list[list[int]], device: torch.device) -> _Prefill:
-        ids = [token for prompt in prompts for token in prompt]
-        places = [place for prompt in prompts for place in range(len(prompt))]
-        own = [
-            table[place // PAGE] for prompt, table in zip(prompts, pages, strict=True) for place in range(len(prompt))
-        ]
-        flat = _send([ids, places, own], device)
-        starts = _send([0, *accumulate(map(len, prompts))], device).int()
-        return cls(flat[:1], flat[1:2], starts, max(map(len, prompts)), flat[2], flat[1] % PAGE)
-
-    def run(self, model: Any) -> Tensor:  # [P, H]
-        output = model.base_model(input_ids=self.input_ids, position_ids=self.position_ids, use_cache=False)
-        return output.last_hidden_state[0, self.starts[1:].long() - 1]
 
 
 class _Buffers:
@@ -260,18 +168,19 @@ class _Buffers:
 
     def clear(self, slots: Iterable[int]) -> None:
         """Slots without a row write to the scratch page, and draw nothing."""
-        index = _send(list(slots), self.every.device)
+        index = send_numbers(list(slots), self.every.device)
         for one in (self.state.live, self.state.positions, self.tables):
             one.index_fill_(0, index, 0)
 
     def step(self, num_rows: int) -> None:
         """One token more for the live ones of the lowest slots, in a graph of the next larger size."""
         size = next(size for size in self.sizes if size >= num_rows)
-        if not self.engine.graphs:
-            return self._step(size)
-        if size not in self._graphs:
-            self._graphs[size] = self._capture(size)
-        self._graphs[size].replay()
+        if self.engine.graphs and size not in self._graphs:
+            self._capture(size)
+        if self.engine.graphs:
+            self._graphs[size].replay()
+        else:
+            self._step(size)
 
     def _step(self, size: int) -> None:
         hidden = self.engine.cache.decode(self.state.tokens[:size], self.state.positions[:size])
@@ -282,22 +191,21 @@ class _Buffers:
         logits = Head.of(self.engine.model).logits(hidden)
         draw(logits, sources, slots, self.inverse_temperature, self.engine._ends, self.state, self.outputs)
 
-    def _capture(self, size: int) -> Any:
+    def _capture(self, size: int) -> None:
         """Warmed up with no row live: keys and values are then written twice, the same both times."""
         live = self.state.live.clone()
         self.state.live.zero_()
         self._step(size)
-        graph: Any = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._memory):
                 self._step(size)
         except RuntimeError as error:
             log.warning("sampling without CUDA graphs: %s", str(error).strip().splitlines()[0])
-            self.engine.graphs, graph = False, _Uncaptured(self, size)
+            self.engine.graphs = False
         else:
-            self._memory = self._memory or graph.pool()
+            self._graphs[size], self._memory = graph, self._memory or graph.pool()
         self.state.live.copy_(live)
-        return graph
 
     def completions(self, num_lines: int, tokenizer: Any) -> list[Completion]:
         """Only tokens that exist leave the card, in three pieces."""
@@ -314,17 +222,6 @@ class _Buffers:
             Completion(token_ids=tokens, logprobs=logprobs, text=text, finished=bool(done), entropies=entropies)
             for tokens, logprobs, entropies, text, done in zip(*columns, texts, finished, strict=True)
         ]
-
-
-@dataclass
-class _Uncaptured:
-    """Stands for a graph where none could be captured."""
-
-    buffers: _Buffers
-    size: int
-
-    def replay(self) -> None:
-        self.buffers._step(self.size)
 
 
 @dataclass
@@ -369,13 +266,13 @@ class _Run:
         self._copy_tails(rows)
         self._enter(rows)
         order = {id(prefix): place for place, prefix in enumerate(prefixes)}
-        sources, slots = _send([[order[id(row.prefix)], row.slot] for row in rows], hidden.device).t().contiguous()
-        self.buffers.draw(hidden, sources, slots)
+        pairs = send_numbers([[order[id(row.prefix)], row.slot] for row in rows], hidden.device)
+        self.buffers.draw(hidden, *pairs.t().contiguous())
 
     def _prefill(self, prefixes: list[Prefix]) -> Tensor:  # [P, H]
         ids: list[Sequence[int]] = [self.prompts[prefix.place].token_ids for prefix in prefixes]
         cache = self.engine.cache
-        cache.prefill = _Prefill.of(ids, [prefix.pages for prefix in prefixes], self.keys.device)
+        cache.prefill = Prefill.of(ids, [prefix.pages for prefix in prefixes], self.keys.device)
         try:
             return cache.prefill.run(self.engine.model)
         finally:
@@ -386,13 +283,13 @@ class _Run:
         tails = [(row.prefix.pages[-1], row.pages[0]) for row in rows if row.prefix.length % PAGE]
         pool = self.engine.cache.pool
         if tails and pool is not None:
-            pairs = _send(tails, pool.device)
+            pairs = send_numbers(tails, pool.device)
             pool[:, :, pairs[:, 1]] = pool[:, :, pairs[:, 0]]
 
     def _enter(self, rows: list[Row]) -> None:
         state, tables = self.buffers.state, self.buffers.tables
         numbers = [[row.slot, row.prefix.length - 1, row.limit, row.line] for row in rows]
-        slots, positions, limits, lines = _send(numbers, self.keys.device).t().contiguous()
+        slots, positions, limits, lines = send_numbers(numbers, self.keys.device).t().contiguous()
         state.positions[slots], state.limits[slots], state.outputs[slots] = positions, limits, lines
         state.keys[slots] = self.keys[lines]
         state.live.index_fill_(0, slots, 1)
@@ -400,14 +297,14 @@ class _Run:
         own = [[*row.prefix.pages[: row.prefix.num_full], *row.pages] for row in rows]
         width = max(map(len, own))
         filled = [[*pages, *([SCRATCH] * (width - len(pages)))] for pages in own]
-        tables[slots, :width] = _send(filled, tables.device).int()
+        tables[slots, :width] = send_numbers(filled, tables.device).int()
 
     def reserve(self) -> None:
         added, freed = self.slots.reserve(AHEAD)
         if freed:
             self.buffers.clear(freed)
         if added:
-            slot, index, page = _send(added, self.keys.device).t()
+            slot, index, page = send_numbers(added, self.keys.device).t()
             self.buffers.tables[slot, index] = page.int()
 
     def harvest(self, sight: _Sight) -> None:
@@ -421,7 +318,7 @@ class _Run:
 
     def _compact(self) -> None:
         """The pages stay where they are: only the rows' numbers move."""
-        moves = _send(self.slots.compact(), self.keys.device)
+        moves = send_numbers(self.slots.compact(), self.keys.device)
         for one in (
             *(getattr(self.buffers.state, part.name) for part in fields(self.buffers.state)),
             self.buffers.tables,
@@ -446,10 +343,6 @@ class _Sight:
             self.there.synchronize()
         live = self.live.tolist()
         return [row for row, slot in self.rows if not live[slot] and row.slot >= 0]
-
-
-def _send(numbers: Sequence[Any], device: torch.device) -> Tensor:
-    return send(torch.tensor(numbers, dtype=torch.int64), device)
 
 
 def _sizes(num_slots: int) -> list[int]:
