@@ -3,10 +3,11 @@
     python benchmarks/rollout.py --shape 0.5B --cases fixed:1024:256,longtail:1024:2048,longtail:4096:2048
     python benchmarks/rollout.py --shape 3B --cases fixed:1024:256
 
-A case is lengths, completions and the most new tokens; at most `--rows` completions are live at a time. Lengths are
-forced: random weights never end. `generate` gets a stop for each row, vLLM its own limit for each request. All of them
-sample at temperature 1 and, but for `generate`, return the log-probability of each token. The floor counts matrix work
-at the measured matrix rate and cache, weights and logits at the measured copy rate, one after the other.
+A case is lengths, completions, the most new tokens and, if not `--repeats`, how often it is repeated; at most `--rows`
+completions are live at a time. Lengths are forced: random weights never end. `generate` gets a stop for each row, vLLM
+its own limit for each request. All of them sample at temperature 1 and, but for `generate`, return the log-probability
+of each token. The floor counts matrix work at the measured matrix rate and cache, weights and logits at the measured
+copy rate, one after the other.
 """
 
 from __future__ import annotations
@@ -41,15 +42,18 @@ class Case:
     prompts: list[Prompt]
     lengths: list[int]
     samples: int  # of each prompt
+    repeats: int
 
     @classmethod
     def of(cls, text: str, args: argparse.Namespace) -> Case:
-        kind, count, new = text.split(":")
+        kind, count, new, *repeats = text.split(":")
         lengths = [int(new)] * int(count)
         if kind == "longtail":
             lengths = shapes.long_tail(int(count), args.mean, int(new))
         prompts = shapes.prompts(int(count) // args.samples, args.prompt)
-        return cls(kind, int(count), int(new), prompts, lengths, args.samples)
+        return cls(
+            kind, int(count), int(new), prompts, lengths, args.samples, int(repeats[0] if repeats else args.repeats)
+        )
 
     def steps(self, rows: int) -> float:
         """The fewest that are needed."""
@@ -158,7 +162,7 @@ def measure(sampler: Sampler, case: Case, args: argparse.Namespace, floor: float
     tokens = sampler(case)
     shapes.wait(device)
     first = time.perf_counter() - started
-    seconds = shapes.median_seconds(lambda: sampler(case), args.repeats, device, warm=0)
+    seconds = shapes.median_seconds(lambda: sampler(case), case.repeats, device, warm=0)
     memory = f"{torch.cuda.max_memory_allocated() / 1e9:.1f}" if device.type == "cuda" else ""
     per_step = 1000 * seconds / case.steps(args.rows)
     return [f"{tokens / seconds:,.0f}", f"{per_step:.2f}", f"{100 * floor / seconds:.0f} %", memory, f"{first:.1f}"]
@@ -167,13 +171,14 @@ def measure(sampler: Sampler, case: Case, args: argparse.Namespace, floor: float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=shapes.SHAPES, default="0.5B")
-    parser.add_argument("--cases", default="fixed:1024:256", help="lengths:completions:most new tokens, commas between")
+    parser.add_argument("--cases", default="fixed:1024:256", help="as above, commas between")
     parser.add_argument("--rows", type=int, default=1024, help="live at a time")
     parser.add_argument("--samples", type=int, default=8, help="of each prompt")
     parser.add_argument("--prompt", type=int, default=128, help="tokens")
     parser.add_argument("--mean", type=float, default=208, help="of long-tailed lengths")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--peers", default="eepo;eepo, compiled;generate;vllm", help="semicolons between them")
+    parser.add_argument("--only-fixed", default="eepo, plain", help="peers that are left out of other cases")
     parser.add_argument("--vllm-memory", type=float, default=0.5)
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -190,7 +195,7 @@ def main() -> None:
             continue
         print(f"{name}: made in {time.perf_counter() - started:.1f} s", flush=True)
         for number, case in enumerate(cases if sampler is not None else []):
-            if name == "eepo, plain" and case.kind != "fixed":
+            if name in args.only_fixed.split(";") and case.kind != "fixed":
                 continue
             floor = floor_seconds(model, args, case, *rates)
             row = [name, *measure(sampler, case, args, floor, device)]  # type: ignore[arg-type]
@@ -208,7 +213,7 @@ def main() -> None:
 def _print_table(case: Case, rows: list[list[str]], args: argparse.Namespace, floor: float) -> None:
     print(f"\n{args.shape}, {case.count} completions over {args.rows} rows, {args.prompt} + "
           f"{sum(case.lengths) / case.count:.0f} tokens ({case.kind}, at most {max(case.lengths)}), median of "
-          f"{args.repeats}, floor {1000 * floor / case.steps(args.rows):.2f} ms")  # fmt: skip
+          f"{case.repeats}, floor {1000 * floor / case.steps(args.rows):.2f} ms")  # fmt: skip
     print(shapes.table(["engine", "tokens/s", "ms a step", "share of the floor", "GB", "first call, s"], rows))
     rates = {row[0]: float(row[1].replace(",", "")) for row in rows}
     best = max((rate for name, rate in rates.items() if name.startswith("eepo")), default=0.0)

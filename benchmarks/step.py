@@ -54,8 +54,8 @@ def ours(args: argparse.Namespace, device: torch.device, **options: Any) -> list
     model = shapes.new_model(args.shape, torch.float32, device)
     engine = shapes.Forced(copy.deepcopy(model).to(torch.bfloat16), args.rows, by_row)
     frozen = copy.deepcopy(model).requires_grad_(False)
-    reference = Policy(frozen, args.tokens, args.head, torch.bfloat16, args.graphs)
-    policy = Policy(model, args.tokens, args.head, graphs=args.graphs)
+    reference = Policy(frozen, args.tokens, args.head, torch.bfloat16)
+    policy = Policy(model, args.tokens, args.head)
     problem = engine.unusable()
     if problem:
         raise SystemExit(f"the paged engine cannot be used here: {problem}")
@@ -154,7 +154,6 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=False, help="of micro-batches")
     parser.add_argument("--peers", default="grpo;eepo;eepo, capped", help="semicolon between them")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -25,13 +25,13 @@ from eepo.policy import Policy
 
 
 def ours(
-    model: Any, args: argparse.Namespace, compiled: bool = False, checkpointing: bool = False, graphs: bool = False
+    model: Any, args: argparse.Namespace, compiled: bool = False, checkpointing: bool = False
 ) -> Callable[[], None] | None:
     own = copy.deepcopy(model)
     if checkpointing:
         own.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         own.train()
-    policy = Policy(own, args.tokens, args.head, graphs=graphs)
+    policy = Policy(own, args.tokens, args.head)
     if compiled and not compile_layers(own):
         return None
     asked = shapes.prompts(args.micro_batches * args.tokens // args.length, args.prompt)
@@ -44,7 +44,7 @@ def ours(
             sampled = batch.pad([completion.logprobs for _, completion in pairs])
             loss = policy_loss(scores.logprobs, sampled, batch.pick(advantages), batch.mask, 0.2, 0.2)
             (loss - 1e-5 * token_mean(scores.entropies, batch.mask)).backward()
-        policy.clear_gradients()
+        own.zero_grad(set_to_none=True)
 
     return run
 
@@ -67,7 +67,6 @@ def plain(model: Any, args: argparse.Namespace) -> Callable[[], None]:
 PEERS: dict[str, Callable[..., Any]] = {
     "eepo": ours,
     "eepo, compiled": partial(ours, compiled=True),
-    "eepo, compiled, graphs": partial(ours, compiled=True, graphs=True),
     "eepo, checkpointing": partial(ours, checkpointing=True),
     "eepo, compiled, checkpointing": partial(ours, compiled=True, checkpointing=True),
     "plain": plain,

@@ -145,7 +145,7 @@ class EEPO:
                     "from a checkpoint of this one if you like (model.path = its folder)"
                 )
             self.optimizer.step()
-            self.policy.clear_gradients()
+            self.policy.model.zero_grad(set_to_none=True)
         metrics.record_grad_norm(float(norm))
 
 

@@ -51,7 +51,6 @@ FREE_TO_CHANGE = {
     "model.device",
     "model.gradient_checkpointing",
     "model.compile",
-    "model.cuda_graphs",
     "model.micro_batch_tokens",
     "model.head_tokens",
     "rollout.max_rows",
@@ -261,7 +260,7 @@ def _at(config: ModelConfig, folder: Path) -> ModelConfig:
 
 
 def _policy(model: Any, config: ModelConfig) -> Policy:
-    policy = Policy(model, config.micro_batch_tokens, config.head_tokens, graphs=config.cuda_graphs)
+    policy = Policy(model, config.micro_batch_tokens, config.head_tokens)
     if wants_compiling(model, config.compile):
         compile_layers(model)
     return policy
@@ -270,9 +269,7 @@ def _policy(model: Any, config: ModelConfig) -> Policy:
 def _reference(model: Any, config: ModelConfig) -> Policy:
     """Only read, and on a GPU only in bf16: so it is held in that."""
     dtype = torch.bfloat16 if model.device.type == "cuda" else None
-    policy = Policy(
-        model.requires_grad_(False), config.micro_batch_tokens, config.head_tokens, dtype, config.cuda_graphs
-    )
+    policy = Policy(model.requires_grad_(False), config.micro_batch_tokens, config.head_tokens, dtype)
     if wants_compiling(model, config.compile):
         compile_layers(model)
     return policy

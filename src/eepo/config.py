@@ -25,7 +25,6 @@ class ModelConfig:
     device: str = "auto"  # auto | cpu | cuda | cuda:N
     gradient_checkpointing: bool = False
     compile: Literal["auto", "on", "off"] = "auto"  # layers, on a GPU; auto: of models with 100 million weights or more
-    cuda_graphs: bool = False  # micro-batches replayed: faster where launching kernels is what takes the time
     micro_batch_tokens: int = knob(16384, least=1)  # padded tokens in one forward pass
     head_tokens: int = knob(4096, least=1)  # positions whose logits exist at one time
 

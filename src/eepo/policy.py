@@ -6,7 +6,6 @@ at a time and are computed again in the backward pass. Nothing here edits weight
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +15,8 @@ from torch import Tensor, nn
 
 from eepo.attention import Packing
 from eepo.batching import MicroBatch, Packed, Padded, micro_batches
-from eepo.graphed import GraphedPass
 from eepo.head import Head
 from eepo.types import Completion, Prompt, UserError
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -44,7 +40,6 @@ class Policy:
         micro_batch_tokens: int = 16384,
         head_tokens: int = 4096,
         dtype: torch.dtype | None = None,
-        graphs: bool = False,
     ) -> None:
         self.model = model.float()
         self.micro_batch_tokens = micro_batch_tokens
@@ -57,10 +52,6 @@ class Policy:
             model.get_input_embeddings().register_forward_hook(lambda _module, _inputs, output: output.float())
         if dtype is not None:
             _hold_matrices(model, dtype)
-        if graphs and self.packed and not model.is_gradient_checkpointing:
-            self._scorer.graphs = GraphedPass(model, self._scorer.packing, micro_batch_tokens)
-        elif graphs:
-            log.warning("model.cuda_graphs is not used: it needs a GPU, a family that packs, and no checkpointing")
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight once (a tied head is its embedding), detached."""
@@ -85,11 +76,7 @@ class Policy:
             if weights is None:
                 return self._scorer(batch, temperature)
             named = {f"model.{name}": weight for name, weight in weights.items()}
-            return torch.func.functional_call(self._scorer, named, (batch, temperature, False))
-
-    def clear_gradients(self) -> None:
-        """Graphs know where their gradients lie; without graphs the memory is given back."""
-        self.model.zero_grad(set_to_none=self._scorer.graphs is None)
+            return torch.func.functional_call(self._scorer, named, (batch, temperature))
 
     def gradient(
         self,
@@ -105,22 +92,17 @@ class Policy:
         """
         weights = dict(self.model.named_parameters())
         aside = {name: weight.grad for name, weight in weights.items()}
-        graphed = self._scorer.graphs is not None  # their gradients have a fixed place, and are zero outside an update
         try:
             for weight in weights.values():
-                weight.grad = weight.grad if graphed else None
+                weight.grad = None
             for batch in self.micro_batches(pairs, rows):
                 value = loss(batch, self.score(batch, temperature))
                 if value is not None:
                     value.backward()  # sums in place, which no list of gradients would
-            found = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
-            return {name: gradient.clone() for name, gradient in found.items()} if graphed else found
+            return {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
         finally:
-            if graphed:
-                self.clear_gradients()
-            else:
-                for name, weight in weights.items():
-                    weight.grad = aside[name]
+            for name, weight in weights.items():
+                weight.grad = aside[name]
 
 
 class _Scorer(nn.Module):
@@ -131,24 +113,19 @@ class _Scorer(nn.Module):
         self.model: Any = model
         self.head_tokens = head_tokens
         self.packing = Packing(model)
-        self.graphs: GraphedPass | None = None
 
-    def forward(self, batch: MicroBatch, temperature: float, own_weights: bool = True) -> Scores:
-        hidden = self.hidden_states(batch.inputs, own_weights).flatten(0, 1)
+    def forward(self, batch: MicroBatch, temperature: float) -> Scores:
+        hidden = self.hidden_states(batch.inputs).flatten(0, 1)
         hidden = hidden[batch.predictors]  # [C, H]: completion tokens only
         head = Head.of(self.model)
         dtype = _product_dtype(head.weight)
         columns = head.scores(hidden, batch.targets, temperature, self.head_tokens, dtype)
         return Scores(*(batch.spread(column) for column in columns))
 
-    def hidden_states(self, inputs: Padded | Packed, own_weights: bool = True) -> Tensor:
+    def hidden_states(self, inputs: Padded | Packed) -> Tensor:
         if self.packing.adopted != isinstance(inputs, Packed):
             raise ValueError("a policy that packs cannot score padded rows, nor one that pads packed ones")
         if isinstance(inputs, Packed):
-            if self.graphs is not None and own_weights:  # graphs know the model's own alone
-                hidden = self.graphs.hidden_states(inputs)
-                if hidden is not None:
-                    return hidden
             self.packing.inputs = inputs
             options = {"input_ids": inputs.input_ids, "position_ids": inputs.position_ids}
         else:
