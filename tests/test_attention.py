@@ -90,7 +90,7 @@ def test_a_window_is_felt_when_packed(new_model: Any, ragged_pairs: Any) -> None
 
 @pytest.mark.parametrize(("family", "reason"), [
     ("gemma2", "packed attention has neither caps nor sinks"),
-    ("bloom", "packed, it is off by"),
+    ("bloom", "its attention is off by"),
     ("mpt", "has no attribute"),
 ])  # fmt: skip
 def test_a_family_that_cannot_be_packed_stays_padded_and_says_so_once(
@@ -236,3 +236,22 @@ def test_layers_that_only_their_mask_tells_of_are_not_packed(new_model: Any, cap
         assert not Packing(model).adopt()
     assert "chunked_attention" in caplog.text
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_deep_model_may_round_as_much_as_its_own_attentions_do(new_model: Any) -> None:
+    """Random bf16 weights of 40 layers: eager and sdpa are themselves farther apart than what is close."""
+    model = new_model("qwen3", num_hidden_layers=40).to(torch.bfloat16)
+    ids = torch.arange(1, 12).unsqueeze(0)
+
+    @torch.no_grad()
+    def hidden() -> Tensor:
+        return model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+
+    expected = hidden()
+    model.config._attn_implementation = "eager"
+    rounding = attention._gap(hidden(), expected)
+    assert rounding > attention.CLOSE
+    noise = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0))
+    noise *= rounding * expected.float().norm() / noise.norm()
+    assert attention.strays(model, expected + 2 * noise, expected, hidden) == ""
+    assert "its attention is off by" in attention.strays(model, expected + 5 * noise, expected, hidden)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from eepo import compiled
+from eepo import attention, compiled
 from eepo.batching import MicroBatch
 from eepo.compiled import can_compile, compile_layers, decoder_layers, wants_compiling
 from eepo.policy import Policy, Scores
@@ -88,3 +88,25 @@ def test_one_graph_serves_all_layers_and_sizes_with_the_same_gradients(
             torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=2e-5 * size)
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
+
+
+def test_the_longest_sequence_may_vary_within_one_graph(
+    here: None, new_model: Any, ragged_pairs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU its length goes into the kernel; a graph that took it for a constant would be compiled for each."""
+    seen = []
+    masked = attention.packed_attention
+
+    def with_length(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, *more: Any) -> Tensor:
+        return masked(query, key, value, starts, longest, *more) + query.new_zeros(longest).sum()
+
+    monkeypatch.setattr(attention, "packed_attention", with_length)
+    policy = Policy(new_model("qwen3"), 40)
+    policy.packed = policy._scorer.packing.adopt()
+    compile_layers(policy.model)
+    for seed, number in enumerate((5, 2, 7, 3)):
+        for batch in policy.micro_batches(ragged_pairs(number, seed=seed)):
+            seen.append(batch.inputs.longest)  # type: ignore[union-attr]
+            policy.score(batch, 1.0).logprobs.sum().backward()
+    assert len(set(seen)) > 3
+    assert counters["stats"]["unique_graphs"] == 1

@@ -31,6 +31,8 @@ MOMENT_BYTES = {"adamw": 8.0, "adamw_bf16": 4.0, "adamw_8bit": 2 + 2 * 4 / BLOCK
 BF16 = ("exp_avg", "exp_avg_sq")  # what the state of a weight holds beside its step, in the order of an update
 EIGHT_BIT = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
 
+WORD = 0xFFFFFFFF  # the lowest 32 bits
+
 State = dict[str, Tensor]
 
 
@@ -206,7 +208,7 @@ def _update_8bit(
 
 def round_to_bf16(values: Tensor, draws: Tensor) -> Tensor:
     """Up or down at random: bf16 is the upper half of fp32's bits, and what a draw adds below carries or does not."""
-    return ((values.view(torch.int32) + draws) & -0x10000).view(torch.float32).to(torch.bfloat16)
+    return ((values.view(torch.int32) + draws.to(torch.int32)) & -0x10000).view(torch.float32).to(torch.bfloat16)
 
 
 def to_codes(values: Tensor, draws: Tensor, levels: int) -> tuple[Tensor, Tensor]:
@@ -235,18 +237,14 @@ def _fourth_power(value: Tensor) -> Tensor:
 
 
 def _draws(like: Tensor, key: Tensor, index: int, start: int) -> Tensor:
-    """int32 [N], all bits random: a hash of the key of (seed, step), the tensor's index and the place in it."""
-    places = torch.arange(like.shape[0], dtype=torch.int32, device=like.device) + start
-    return _mixed(_mixed(places ^ key[0]) ^ key[1] ^ index)
+    """[N], 32 random bits each: a hash of the key of (seed, step), the tensor's index and the place in it."""
+    places = torch.arange(like.shape[0], device=like.device) + start
+    first, second = (key.long() & WORD).unbind()
+    return _mixed(_mixed(places ^ first) ^ second ^ index)
 
 
 def _mixed(value: Tensor) -> Tensor:
-    """A 32-bit mixer: shifts and products, in arithmetic that wraps as int32 does."""
-    value = (value ^ _shift(value, 16)) * 0x7FEB352D
-    value = (value ^ _shift(value, 15)) * (0x846CA68B - 2**32)
-    return value ^ _shift(value, 16)
-
-
-def _shift(value: Tensor, bits: int) -> Tensor:
-    """Logical right shift: torch shifts int32 arithmetically."""
-    return (value >> bits) & ((1 << (32 - bits)) - 1)
+    """A 32-bit mixer. Its words are held in int64: compiled code does not always keep int32 in 32 bits."""
+    value = (value ^ value >> 16) * 0x7FEB352D & WORD
+    value = (value ^ value >> 15) * (0x846CA68B - 2**32) & WORD
+    return value ^ value >> 16

@@ -126,7 +126,7 @@ class _Scorer(nn.Module):
         if self.packing.adopted != isinstance(inputs, Packed):
             raise ValueError("a policy that packs cannot score padded rows, nor one that pads packed ones")
         if isinstance(inputs, Packed):
-            self.packing.inputs = inputs
+            self.packing.take(inputs)
             options = {"input_ids": inputs.input_ids, "position_ids": inputs.position_ids}
         else:
             options = {"input_ids": inputs.input_ids, "attention_mask": inputs.attention_mask}
