@@ -238,6 +238,20 @@ def test_only_rewarded_rows_are_scored_where_only_these_are_unlearned(
     assert 0 < len(asked[0]) < len(rewards)
 
 
+def test_only_groups_that_teach_nothing_are_unlearned_if_so_asked(
+    build: Any, demo_prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    algorithm = build(gate="always", unlearn_on="stuck")
+    rollout = first_stage(algorithm, demo_prompts[:12])
+    asked = scored_rows(algorithm, monkeypatch)
+    algorithm.unlearn(rollout, StepMetrics())
+    size = len(rollout.groups[0])
+    stuck = [place for place, group in enumerate(rollout.rewards) if len(set(group)) == 1]
+    assert asked == [[place * size + sample for place in stuck for sample in range(size)]]
+    assert 0 < len(stuck) < 12
+    assert {reward for place in stuck for reward in rollout.rewards[place]} == {0.0, 1.0}  # all wrong, and all right
+
+
 # --- what the pass for the gradient has seen
 
 

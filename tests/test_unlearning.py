@@ -91,6 +91,7 @@ def reference_gradient(
     copied.zero_grad()
     pairs = [(prompt, c) for prompt, group in zip(rollout.prompts, rollout.groups, strict=True) for c in group]
     rewards = [reward for group in rollout.rewards for reward in group]
+    stuck = {prompt.id for prompt, group in zip(rollout.prompts, rollout.rewards, strict=True) if len({*group}) < 2}
     gated = total = 0
     loss = torch.zeros((), dtype=torch.float64)
     for (prompt, completion), reward in zip(pairs, rewards, strict=True):
@@ -103,6 +104,8 @@ def reference_gradient(
             if options.gate == "token" and not sum(last) / len(last) < options.gate_threshold:
                 continue
             if options.unlearn_on == "rewarded" and reward == 0:
+                continue
+            if options.unlearn_on == "stuck" and prompt.id not in stuck:
                 continue
             gated += 1
             p = scores.logprobs[t].exp()
@@ -143,6 +146,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"gate": "always", "unlearn_lr": "auto", "saturation": "exact"},
     {"gate": "token", "unlearn_on": "rewarded", "gate_window": 5},
     {"gate": "always", "unlearn_on": "rewarded", "saturation": "exact", "unlearn_lr": "auto"},
+    {"gate": "always", "unlearn_on": "stuck"},
     {"gate": "always", "temperature": 0.8, "unlearn_eps": 0.05},
     {"gate": "step", "gate_threshold": 10.0},
 ]

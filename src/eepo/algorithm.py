@@ -81,9 +81,9 @@ class EEPO:
         pairs = rollout.pairs(range(len(rollout.prompts)))
         rows = evenly(len(pairs), options.unlearn_max_completions)
         wanted = [True] * len(pairs)
-        if options.unlearn_on == "rewarded":
+        if options.unlearn_on != "all":
             rollout.settle()
-            wanted = [reward > 0 for group in rollout.rewards for reward in group]
+            wanted = [one for group in rollout.rewards for one in to_unlearn(group, options.unlearn_on)]
 
         def loss(batch: MicroBatch, scores: Scores, first: bool = False) -> Tensor | None:
             gate = unlearn_gate(scores, batch, options) & batch.pick(wanted).bool().unsqueeze(1)
@@ -98,14 +98,10 @@ class EEPO:
             self.engine.load_weights(metrics.counting_changes(moved(theta()), theta()))
             return self.engine.weights() or dict(moved(theta()))
 
-        stage_1 = [row for row in rows if rollout.stages[row % len(rollout.stages)] == 1]
-        probe = Probe(
-            self.policy, pairs, stage_1, options.probe_completions, options.temperature, loss, load, len(rows)
-        )
+        own = [row for row in rows if rollout.stages[row % len(rollout.stages)] == 1]  # of stage 1: sampled under θ
+        probe = Probe(self.policy, pairs, own, options.probe_completions, options.temperature, loss, load, len(rows))
         metrics.record_gateable(pairs[row][1] for row in rows)
-        surely_shut = (
-            2 * options.gate_threshold if options.gate == "token" else float("inf")
-        )  # sampling rounds otherwise
+        surely_shut = 2 * options.gate_threshold if options.gate == "token" else torch.inf  # sampling rounds otherwise
         worth = [row for row in rows if wanted[row] and min(pairs[row][1].entropies, default=0.0) < surely_shut]
         gradient = self.policy.gradient(pairs, options.temperature, partial(loss, first=True), worth)
         if not any(part.any() for part in gradient.values()):  # nothing gated, or all of it saturated
@@ -121,7 +117,7 @@ class EEPO:
         """One GRPO step of the optimizer on the groups of `rows`. Each token weighs the same."""
         options, pairs = self.options, rollout.pairs(rows)
         advantages = [advantage for row in rows for advantage in rollout.advantages[row]]
-        num_tokens = sum(len(completion.token_ids) for _, completion in pairs)
+        num_tokens, clip = sum(len(one.token_ids) for _, one in pairs), (options.clip_low, options.clip_high)
         for batch in self.policy.micro_batches(pairs):
             reference = None
             if self.reference is not None:
@@ -130,7 +126,6 @@ class EEPO:
             with metrics.phase("update"):
                 scores = self.policy.score(batch, options.temperature)
                 sampled = batch.pad([completion.logprobs for _, completion in pairs])  # under the weights that sampled
-                clip = options.clip_low, options.clip_high
                 loss = policy_loss(scores.logprobs, sampled, batch.pick(advantages), batch.mask, *clip)
                 loss = loss - options.entropy_coef * token_mean(scores.entropies, batch.mask)
                 if reference is not None:
@@ -164,6 +159,11 @@ def token_gate(entropies: Tensor, mask: Tensor, threshold: float, window: int) -
     sums = torch.nn.functional.pad(kept, (window, 0)).unfold(1, window + 1, 1)[..., 1:].sum(-1)
     counts = torch.nn.functional.pad(mask.double(), (window, 0)).unfold(1, window + 1, 1)[..., 1:].sum(-1)
     return (sums / counts.clamp(min=1) < threshold) & mask
+
+
+def to_unlearn(rewards: list[float], choice: str) -> list[bool]:
+    """Of one prompt's completions: what earned reward, or, if "stuck", all where equal rewards teach GRPO nothing."""
+    return [reward > 0 if choice == "rewarded" else len(set(rewards)) == 1 for reward in rewards]
 
 
 def unlearn_gate(scores: Scores, batch: MicroBatch, options: AlgorithmConfig) -> Tensor:  # bool [B, T]

@@ -74,6 +74,7 @@ def test_knobs_are_read_and_sampling_is_verls() -> None:
         ("algorithm__rollout_correction", None, "bypass_mode = None must be True"),
         ("algorithm__rollout_correction__rollout_is", "token", "rollout_is = token"),
         ("algorithm__filter_groups", {"enable": True}, "filter_groups.enable = True"),
+        ("eepo__unlearn_on", "stuck", "eepo.unlearn_on = stuck must be all or rewarded here"),
         ("trainer__use_v1", False, "trainer.use_v1 = False must be True"),
         ("trainer__v1__trainer_mode", "colocate_async", "trainer_mode = colocate_async must be sync"),
         ("trainer__v1__trainer_mode", "separate_async", "trainer_mode = separate_async must be sync"),

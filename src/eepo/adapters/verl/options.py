@@ -41,6 +41,8 @@ def read_options(config: Mapping[str, Any]) -> AlgorithmConfig:
         raise UserError(f"eepo.{DEBUG} = {config['eepo'][DEBUG]} must be true or false")
     if section.get("unlearn_lr") == "auto":
         raise UserError("eepo.unlearn_lr = auto must be a number here: verl's workers cannot score under θ′")
+    if section.get("unlearn_on") == "stuck":
+        raise UserError("eepo.unlearn_on = stuck must be all or rewarded here: verl's workers do not see whole groups")
     rollout = config["actor_rollout_ref"]["rollout"]
     sampling = {"group_size": rollout["n"], "temperature": rollout["temperature"]}
     options: AlgorithmConfig = read_section(AlgorithmConfig, section | sampling, "verl's command line", "eepo.")
