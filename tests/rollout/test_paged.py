@@ -157,6 +157,41 @@ def test_a_large_cache_is_given_back_after_each_call(
         assert ours.cache.pool is None
 
 
+def test_the_second_call_takes_what_the_first_one_held_and_keeps_it(
+    ending: Any, tokenizer: Any, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = both(ending("llama"), tokenizer)
+    far = replace(SAMPLING, max_new_tokens=6 * PAGE)  # but every sixteenth token is an end
+    monkeypatch.setattr(paged, "_card_bytes", lambda device: 600 * ours.cache.page_bytes)  # 60 pages may be kept
+    expected = theirs.generate(prompts, 4, far)
+    assert_same(ours.generate(prompts, 4, far), expected)
+    assert ours._buffers is None  # it had room for all at their longest
+    assert 0 < ours._held < 40
+    kept = []
+    for _ in range(2):
+        assert_same(ours.generate(prompts, 4, far), expected)
+        kept.append(ours._buffers)
+    assert kept[0] is kept[1] is not None
+    assert ours._held < kept[0].num_pages <= 1 + paged.SPARE * ours._held
+
+
+def test_where_that_was_not_enough_the_next_call_takes_all_again(
+    ending: Any, tokenizer: Any, prompts: list[Prompt], caplog: pytest.LogCaptureFixture
+) -> None:
+    ours, theirs = both(ending("llama", every=1000), tokenizer)
+    long = replace(SAMPLING, max_new_tokens=4 * PAGE)
+    ours.generate(prompts[4:], 4, replace(SAMPLING, max_new_tokens=4))
+    ours._forget_buffers()
+    expected = theirs.generate(prompts[4:], 4, long)
+    sizes = []
+    for _ in range(2):
+        assert_same(ours.generate(prompts[4:], 4, long), expected)
+        sizes.append(ours._buffers.num_pages)  # type: ignore[union-attr]
+    assert "completions began again" in caplog.text
+    assert sizes[0] < sizes[1]
+    assert caplog.text.count("completions began again") == 1
+
+
 def test_many_prompts_are_prefilled_and_drawn_in_parts(
     ending: Any, tokenizer: Any, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:

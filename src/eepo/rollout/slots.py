@@ -66,6 +66,7 @@ class Slots:
         self.free_pages = list(range(num_pages - 1, SCRATCH, -1))
         self.idle: list[Prefix] = []  # prepared, and no row of theirs in a slot; what is needed last, last
         self.num_restarts = 0
+        self.num_pages, self.most_pages = num_pages, 0  # there are; ever held at a time
 
     @property
     def running(self) -> list[Row]:
@@ -154,6 +155,9 @@ class Slots:
             row.slot = slot
         self.free_slots = list(range(len(self.rows) - 1, len(running) - 1, -1))
         return moves
+
+    def count_pages(self) -> None:
+        self.most_pages = max(self.most_pages, self.num_pages - len(self.free_pages))
 
     def highest(self) -> int:
         """One more than the highest slot in use."""
