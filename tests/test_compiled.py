@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 from eepo import attention, compiled
 from eepo.batching import MicroBatch
 from eepo.compiled import can_compile, compile_layers, decoder_layers, wants_compiling
+from eepo.config import compiles
 from eepo.policy import Policy, Scores
 
 
@@ -38,10 +39,10 @@ def test_when_layers_are_compiled(new_model: Any, monkeypatch: pytest.MonkeyPatc
     assert not can_compile(model)
     assert [wants_compiling(model, choice) for choice in ("auto", "on", "off")] == [False, True, False]
     monkeypatch.setattr(compiled, "can_compile", lambda model: True)
-    num_weights = sum(weight.numel() for weight in model.parameters())
-    for least, auto in ((num_weights, True), (num_weights + 1, False)):
-        monkeypatch.setattr(compiled, "LARGE", least)
-        assert [wants_compiling(model, choice) for choice in ("auto", "on", "off")] == [auto, True, False]
+    assert [wants_compiling(model, choice) for choice in ("auto", "on", "off")] == [False, True, False]
+    monkeypatch.setattr(compiled, "compiles", lambda choice, size: compiles(choice, 10**8 if size else 0))
+    assert [wants_compiling(model, choice) for choice in ("auto", "on", "off")] == [True, True, False]
+    assert [compiles("auto", size) for size in (10**8 - 1, 10**8)] == [False, True]
 
 
 def test_where_torch_cannot_compile_one_line_says_so(new_model: Any, caplog: pytest.LogCaptureFixture) -> None:

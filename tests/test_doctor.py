@@ -68,7 +68,6 @@ def test_a_healthy_recipe_has_nothing_to_mend(name: str) -> None:
     assert findings["data"].text.startswith("endless training problems; evaluation: in_range (5), out_of_range (5)")
     assert "all 12" in findings["gold answers"].text
     assert "0.9 million parameters on cpu" in findings["model"].text
-    assert ("unlearning" in findings["memory"].text) == (name == "demo/eepo")
 
 
 def test_the_number_of_prompts_is_the_users() -> None:

@@ -71,34 +71,38 @@ def test_sampling_holds_keys_values_and_one_distribution_a_row() -> None:
 
 def test_the_update_holds_gradients_activations_and_some_logits() -> None:
     # a layer keeps 6 x 4 x 8 + 4 x 4 x (8 + 32) = 832 bytes a token; 40 tokens, 8 of them with logits at one time
-    assert needs(RUN).phases["update"] == 4000 + 40 * 2 * 832 + 8 * 50 * 16
+    assert needs(RUN).phases["update"] == 4000 + 40 * 2 * 832 + 8 * 50 * 20
     checkpointed = needs(change("model", gradient_checkpointing=True)).phases["update"]
-    assert checkpointed == 4000 + 40 * (2 * 4 * 8 + 832) + 8 * 50 * 16
+    assert checkpointed == 4000 + 40 * (2 * 4 * 8 + 832) + 8 * 50 * 20
     # one row is never cut: 20 tokens, though 5 were asked for; and half of the 40 are the prompts', without logits
-    assert needs(change("model", micro_batch_tokens=5)).phases["update"] == 4000 + 20 * 2 * 832 + 8 * 50 * 16
-    assert needs(change("model", head_tokens=999)).phases["update"] == 4000 + 40 * 2 * 832 + 20 * 50 * 16
+    assert needs(change("model", micro_batch_tokens=5)).phases["update"] == 4000 + 20 * 2 * 832 + 8 * 50 * 20
+    assert needs(change("model", head_tokens=999)).phases["update"] == 4000 + 40 * 2 * 832 + 20 * 50 * 20
     # on a GPU, matrix products keep two bytes, and the weights exist once more in bf16
-    assert needs(RUN, cuda=True).phases["update"] == 4000 + 40 * 2 * (192 + 4 * 2 * 40) + 8 * 50 * 16 + 2000
+    assert needs(RUN, cuda=True).phases["update"] == 4000 + 40 * 2 * (192 + 4 * 2 * 40) + 8 * 50 * 10 + 2000
     # with checkpointing only one matrix at a time, at most the head's 50 x 8
     checkpointed = needs(change("model", gradient_checkpointing=True), cuda=True).phases["update"]
-    assert checkpointed == 4000 + 40 * (2 * 4 * 8 + 192 + 4 * 2 * 40) + 8 * 50 * 16 + 2 * 50 * 8
+    assert checkpointed == 4000 + 40 * (2 * 4 * 8 + 192 + 4 * 2 * 40) + 8 * 50 * 10 + 2 * 50 * 8
 
 
-def test_unlearning_has_a_gradient_of_its_own() -> None:
-    assert "unlearning" not in needs(RUN).phases
-    eepo = needs(change("algorithm", num_stages=2))
-    assert eepo.phases["unlearning"] == eepo.phases["update"] + 8 * 50 * 4  # log(1 - p) besides log p
-    assert eepo.largest_phase == "sampling"  # only one phase at a time: the others' memory is free by then
-    assert eepo.total == 16000 + eepo.phases["sampling"]
-    assert "unlearning" not in needs(change("algorithm", num_stages=2, gate="never")).phases
-    wide = memory.needs(
-        dataclasses.replace(SHAPE, num_parameters=10**6), change("algorithm", num_stages=2), 10, torch.float32, False
-    )
-    assert wide.phases["unlearning"] == 8 * 10**6  # the gradient, and the weights that it leads to
-    wide = memory.needs(
-        dataclasses.replace(SHAPE, num_parameters=10**6), change("algorithm", num_stages=2), 10, torch.bfloat16, False
-    )
-    assert wide.phases["unlearning"] == 6 * 10**6  # those in the engine's type
+def test_a_compiled_layer_keeps_less() -> None:
+    # norms and activations are computed again: 2 x 4 x 8 + 2 x (4.5 x 8 + 3 x 32) = 328 bytes a token, not 512
+    compiled = needs(change("model", compile="on"), cuda=True).phases["update"]
+    assert compiled == 4000 + 40 * 2 * 328 + 8 * 50 * 10 + 2000
+    assert needs(change("model", compile="on")).phases == needs(RUN).phases
+
+
+def test_on_a_gpu_one_row_must_fit_and_the_cache_of_the_others_is_told_apart() -> None:
+    found = needs(RUN, torch.bfloat16, cuda=True)
+    assert found.phases["sampling"] == 20 * 64 + 16 * 50 * 6
+    assert found.cache == 16 * 20 * 64
+    assert needs(RUN).cache == 0
+
+
+def test_only_one_phase_happens_at_a_time() -> None:
+    found = needs(change("algorithm", num_stages=2))
+    assert found.largest_phase == "sampling"
+    assert found.total == 16000 + found.phases["sampling"]
+    assert found.phases == needs(change("algorithm", num_stages=2, gate="never")).phases  # unlearning needs no more
 
 
 def test_advice_fits_and_is_needed() -> None:

@@ -50,7 +50,7 @@ CARDS = {
     ("qwen2.5-3b", "one-80gb"): (
         Shape(3_085_938_688, 36, 2048, 11008, 2, 128, 151936, 32768), "adamw_bf16", 79 * 2**30,
     ),
-    ("llama-3.2-3b-instruct", "one-80gb-few-rows"): (
+    ("llama-3.2-3b-instruct", "one-80gb"): (
         Shape(3_212_749_824, 28, 3072, 8192, 8, 128, 128256, 131072), "adamw_bf16", 79 * 2**30,
     ),
     ("qwen3-8b-base", "one-141gb"): (
@@ -96,8 +96,10 @@ def test_a_card_s_recipe_laid_over_both_makes_room_and_changes_nothing_else(mode
     alone, config = recipe.load_run(f"paper/{model}+{method}"), recipe.load_run(f"paper/{model}+{method}+{card}")
     assert config.training == dataclasses.replace(alone.training, optimizer=optimizer)
     assert (config.name, config.algorithm, config.task) == (alone.name, alone.algorithm, alone.task)
-    assert memory.needs(shape, config, 1024, torch.bfloat16, cuda=True).total < 0.9 * room
-    assert memory.needs(shape, alone, 1024, torch.bfloat16, cuda=True).total > room
+    needs = memory.needs(shape, config, 1024, torch.bfloat16, cuda=True)
+    assert needs.total < 0.9 * room
+    assert needs.cache / 4 < room - sum(needs.held.values()) - needs.phases["sampling"]  # rows of a quarter's length
+    assert memory.needs(shape, alone, 1024, torch.bfloat16, cuda=True).total > 0.85 * room
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -12,17 +12,15 @@ import torch
 import torch._dynamo
 from torch import nn
 
+from eepo.config import compiles
+
 log = logging.getLogger(__name__)
 
 
-LARGE = 100_000_000  # weights: from here on a step is long enough to be worth half a minute of compiling
-
-
 def wants_compiling(model: Any, choice: str) -> bool:
-    """`choice` is a recipe's: auto, on or off."""
-    if choice == "auto":
-        return can_compile(model) and sum(weight.numel() for weight in model.parameters()) >= LARGE
-    return choice == "on"
+    """`choice` is a recipe's: auto, on or off. Who says on, and cannot have it, is to hear why."""
+    size = sum(weight.numel() for weight in model.parameters())
+    return compiles(choice, size) and (choice == "on" or can_compile(model))
 
 
 def can_compile(model: Any) -> bool:

@@ -15,6 +15,11 @@ def knob(default: Any, *, above: float | None = None, least: float | None = None
     return field(default=default, metadata={"above": above, "least": least, "most": most})
 
 
+def compiles(choice: str, num_parameters: int) -> bool:
+    """What `model.compile` says of a model of this size, where it can be compiled at all."""
+    return choice == "on" or (choice == "auto" and num_parameters >= 100_000_000)  # else steps are too short for it
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Where the policy starts. `path`: a folder, a run, a hub name, `builtin:countdown` or `package:smollm2`."""

@@ -193,6 +193,9 @@ def look_at_memory(
     held = ", ".join(f"{name} {memory.gib(size)}" for name, size in needs.held.items())
     phases = ", ".join(f"{name} {memory.gib(size)}" for name, size in needs.phases.items())
     text = f"about {memory.gib(needs.total)} of {memory.gib(free)} free; held: {held}; then the largest of: {phases}"
+    if needs.cache:
+        room = min(1.0, max(0, free - sum(needs.held.values()) - needs.phases["sampling"]) / needs.cache)
+        text += f"; the cache takes what is left: {100 * room:.0f} % of its rows may be at their longest"
     if needs.total <= 0.85 * free:
         return Finding("ok", "memory", text)
     advice = advise_memory(config, shape, prompt_tokens, dtype, cuda, int(0.85 * free))

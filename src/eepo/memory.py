@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-from eepo.config import RunConfig
+from eepo.config import RunConfig, compiles
 from eepo.optimizers import MOMENT_BYTES
 
 FP32 = 4  # bytes
-HEAD_BYTES = 16  # a logit of the policy's head, forward and backward (fitted)
-COMPLEMENT_BYTES = 4  # more, where log(1 - p) is asked for
+HEAD_BYTES = 20  # a logit of the policy's head, forward and backward (fitted)
+CUDA_HEAD_BYTES = 10  # by the kernels (fitted)
 DRAW_BYTES = 32  # a logit of the engine's: itself, softmax, and the cumulative sums in fp64
+CUDA_DRAW_BYTES = 6  # by the kernels (fitted)
 CACHE_ROOM = 1.5  # buffers of keys and values grow by doubling
 
 
@@ -44,6 +45,7 @@ class Needs:
 
     held: dict[str, int]
     phases: dict[str, int]
+    cache: int = 0  # on a GPU, beside them: keys and values of all rows at their longest; less is slower, not wrong
 
     @property
     def largest_phase(self) -> str:
@@ -76,34 +78,36 @@ def needs(shape: Shape, config: RunConfig, prompt_tokens: int, rollout_dtype: to
     held = {"policy": weights, "optimizer": moment_bytes(shape, config), "rollout copy": copy}
     if config.algorithm.kl_coef > 0:
         held["reference"] = weights // 2 if cuda else weights  # bf16 on a GPU
-    update = weights + _scoring(shape, config, prompt_tokens, cuda, HEAD_BYTES)
-    phases = {"sampling": _sampling(shape, config, prompt_tokens, rollout_dtype), "update": update}
-    if config.algorithm.num_stages > 1 and config.algorithm.gate != "never":
-        scoring = _scoring(shape, config, prompt_tokens, cuda, HEAD_BYTES + COMPLEMENT_BYTES)
-        phases["unlearning"] = weights + max(scoring, copy)  # the gradient, and at last the other weights beside it
-    return Needs(held, phases)
+    rows, row = _cache(shape, config, prompt_tokens, rollout_dtype)
+    logits = rows * shape.vocabulary
+    sampling = row + logits * CUDA_DRAW_BYTES if cuda else int(rows * row * CACHE_ROOM) + logits * DRAW_BYTES
+    update = weights + _scoring(shape, config, prompt_tokens, cuda)  # unlearning needs the same: gradient and scores
+    return Needs(held, {"sampling": sampling, "update": update}, rows * row if cuda else 0)
 
 
 def moment_bytes(shape: Shape, config: RunConfig) -> int:
     return int(MOMENT_BYTES[config.training.optimizer] * shape.num_parameters)
 
 
-def _sampling(shape: Shape, config: RunConfig, prompt_tokens: int, dtype: torch.dtype) -> int:
-    """Keys and values of all rows at their longest, and one distribution for each row."""
+def _cache(shape: Shape, config: RunConfig, prompt_tokens: int, dtype: torch.dtype) -> tuple[int, int]:
+    """How many rows are sampled at a time, and the bytes of one's keys and values at its longest."""
     per_stage = config.training.prompts_per_step * config.algorithm.group_size // config.algorithm.num_stages
     rows = min(config.rollout.max_rows, per_stage)
     length = prompt_tokens + config.algorithm.max_new_tokens
     per_token = 2 * shape.num_layers * shape.num_key_value_heads * shape.head_dim * dtype.itemsize
-    return int(rows * length * per_token * CACHE_ROOM) + rows * shape.vocabulary * DRAW_BYTES
+    return rows, length * per_token
 
 
-def _scoring(shape: Shape, config: RunConfig, prompt_tokens: int, cuda: bool, head_bytes: int) -> int:
+def _scoring(shape: Shape, config: RunConfig, prompt_tokens: int, cuda: bool) -> int:
     """What one micro-batch keeps for its backward pass, and the logits that exist at one time."""
     length = prompt_tokens + config.algorithm.max_new_tokens
     in_mini_batch = config.training.prompts_per_mini_batch * config.algorithm.group_size * length
     tokens = max(length, min(config.model.micro_batch_tokens, in_mini_batch))
     width = 2 if cuda else FP32  # matrix products are bf16 on a GPU; norms and the residual stream stay fp32
     layer = 6 * FP32 * shape.hidden_size + 4 * width * (shape.hidden_size + shape.intermediate_size)
+    if cuda and compiles(config.model.compile, shape.num_parameters):  # norms and activations are computed again
+        layer = 2 * FP32 * shape.hidden_size + width * (9 * shape.hidden_size // 2 + 3 * shape.intermediate_size)
+    head_bytes = CUDA_HEAD_BYTES if cuda else HEAD_BYTES
     casts = 2 * shape.num_parameters if cuda else 0  # bf16 copies of the weights, for one pass
     kept = shape.num_layers * layer
     if config.model.gradient_checkpointing:
