@@ -1,0 +1,123 @@
+"""The study's runner: what is tuned, what is inherited, and what its tables say, worked out by hand."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PLAN: dict[str, Any] = {
+    "objective": ["in_range/greedy", "in_range/pass@8"],
+    "set": ["training.num_steps=2"],
+    "seeds": {"tune": [100, 101], "report": [0, 1, 2]},
+    "regimes": {"dense": {"recipe": "countdown/grpo"}, "finite": {"recipe": "countdown/grpo", "set": ["task.seed=1"]}},
+    "methods": {
+        "grpo": {"tune": "training.learning_rate", "values": ["1e-5", "1e-4"]},
+        "wide": {
+            "base": "grpo", "tune": "algorithm.group_size", "values": [16, 32],
+            "shares": {"training.prompts_per_step": 1024}, "regimes": ["dense"],
+        },
+        "eepo": {"base": "grpo", "set": ["algorithm.num_stages=2"]},
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def study() -> Any:
+    spec = importlib.util.spec_from_file_location("study", ROOT / "studies" / "study.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["study"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def line(method: str, value: str, seed: int, greedy: float, regime: str = "dense") -> dict[str, Any]:
+    curve = {str(k): min(1.0, greedy + 0.1 * k / 32) for k in (1, 2, 4, 8, 16, 32)}
+    row = {"step": 2, "kind": "full", "set": "in_range", "num_problems": 4, "num_samples": 32, "greedy": greedy,
+           "mean": greedy / 2, "pass@k": curve, "distinct": 10 * greedy}  # fmt: skip
+    metrics = [{"step": step, "stage1/entropy": 0.5 / step, "stage1/reward": greedy} for step in (1, 2)]
+    return {"regime": regime, "method": method, "value": value, "seed": seed, "seconds": 1.0, "evaluations": [row],
+            "metrics": metrics}  # fmt: skip
+
+
+def write(path: Path, lines: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+
+
+@pytest.fixture
+def plan(study: Any, tmp_path: Path) -> Any:
+    tuned = [line("grpo", "1e-5", 100, 0.5), line("grpo", "1e-5", 101, 0.6), line("grpo", "1e-4", 100, 0.7)]
+    tuned += [line("grpo", "1e-4", 101, 0.3), line("wide", "16", 100, 0.1), line("wide", "32", 100, 0.2)]
+    write(tmp_path / "tune.jsonl", tuned)
+    return study.Plan(PLAN, tmp_path)
+
+
+def test_tuning_runs_every_value_of_what_is_tuned(study: Any, plan: Any) -> None:
+    runs = [one.key for one in plan.runs("tune", [], [])]
+    assert len(runs) == len(set(runs)) == 2 * (2 + 2 + 2)  # seeds; both of grpo in two regimes, both of wide in one
+    assert not any(method == "eepo" for _, method, _, _ in runs)
+    assert {key[0] for key in (one.key for one in plan.runs("tune", ["finite"], []))} == {"finite"}
+
+
+def test_the_value_with_the_best_mean_over_seeds_is_reported_and_inherited(study: Any, plan: Any) -> None:
+    assert plan.value("dense", "grpo") == "1e-5"  # .55 against .50
+    assert plan.value("dense", "eepo") == ""
+    reported = [one.key for one in plan.runs("report", ["dense"], [])]
+    assert reported[:3] == [("dense", "grpo", "1e-5", 0), ("dense", "wide", "32", 0), ("dense", "eepo", "", 0)]
+    command = " ".join(plan.command(study.Run("dense", "wide", "32", 7), Path("there")))
+    for part in ("training.learning_rate=1e-5", "algorithm.group_size=32", "training.prompts_per_step=32",
+                 "training.seed=7", "train countdown/grpo --out there"):  # fmt: skip
+        assert part in command
+    with pytest.raises(SystemExit, match="finite, grpo: nothing is tuned yet"):
+        plan.runs("report", ["finite"], [])
+
+
+def test_tables_are_paired_by_seed(study: Any, plan: Any, tmp_path: Path) -> None:
+    base, other = [0.5, 0.7, 0.9], [0.6, 0.8, 0.7]
+    reported = [line("grpo", "1e-5", seed, greedy) for seed, greedy in enumerate(base)]
+    reported += [line("eepo", "", seed, greedy) for seed, greedy in enumerate(other)]
+    write(tmp_path / "report.jsonl", reported[::-1])
+    text = study.tables(plan)
+    assert "### dense, in range" in text
+    [row] = [row for row in text.splitlines() if row.startswith("| eepo |")]
+    # gaps .1, .1, -.2: mean 0, standard error .1, and 4.303 of these
+    assert "| 3 | 0.350 | 0.700 |" in row
+    assert "| +0.000 [-0.430, +0.430] |" in row
+    study.figures(plan, tmp_path / "figures", [])
+    names = {path.name for path in (tmp_path / "figures").iterdir()}
+    assert names == {"dense_exploration.png", "dense_pass_at_k.png"}
+
+
+def test_a_real_run_becomes_a_line_once(study: Any, tmp_path: Path) -> None:
+    knobs = ["training.num_steps=2", "training.prompts_per_step=2", "training.prompts_per_mini_batch=2"]
+    knobs += ["algorithm.group_size=2", "task.num_evaluation=2", "evaluation.num_samples=2", "model.device=cpu"]
+    tables = PLAN | {"set": knobs, "seeds": {"tune": [0], "report": [0]}, "methods": {"grpo": {}}}
+    plan = study.Plan(tables, tmp_path)
+    for _ in range(2):
+        study.run(plan, "report", 1, ["dense"], [])
+    [found] = study.lines(tmp_path / "report.jsonl")
+    assert found["seconds"] > 0
+    assert [row["step"] for row in found["metrics"]] == [1, 2]
+    assert {row["set"] for row in found["evaluations"]} == {"in_range", "out_of_range"}
+    assert "problems" not in found["evaluations"][0]
+
+
+def test_the_plans_that_ship_can_be_read(study: Any, tmp_path: Path) -> None:
+    plans = sorted((ROOT / "studies").glob("*.toml"))
+    assert plans
+    for path in plans:
+        tables = study.tomllib.loads(path.read_text(encoding="utf-8"))
+        plan = study.Plan(tables, tmp_path)
+        first = next(iter(tables["methods"]))
+        assert plan.runs("tune", [], [first])
+        assert not set(tables["seeds"]["tune"]) & set(tables["seeds"]["report"])
+        assert len(tables["seeds"]["report"]) >= 5
+        counts = {len(method["values"]) for method in tables["methods"].values() if "values" in method}
+        assert counts == {4}  # as many for each
