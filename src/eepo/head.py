@@ -88,16 +88,20 @@ class _Scores(torch.autograd.Function):
         d_bias = torch.zeros_like(ctx.head.bias) if ctx.head.bias is not None else None
         for start in range(0, len(rounded), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            logits = matrix.logits(rounded[part])
             given = [one[part].contiguous() for one in (targets, lse, entropies, complements, *upstream)]
-            gradient = _gradient(logits, given, ctx.scale)
-            if ctx.head.cap or ctx.head.scale != 1.0:
+            bent = bool(ctx.head.cap) or ctx.head.scale != 1.0
+            exact = bent or d_bias is not None
+            gradient = _gradient(
+                matrix.logits(rounded[part]), given, ctx.scale, torch.float32 if exact else rounded.dtype
+            )
+            if bent:
                 gradient = ctx.head.unbend(matrix.logits(rounded[part]), gradient)
             if d_bias is not None:
                 d_bias += gradient.sum(0)
             gradient = gradient.to(rounded.dtype)
             d_hidden[part] = gradient @ matrix.weight
             d_weight = _add_product(d_weight, gradient.t(), rounded[part])
+            del gradient  # before the logits of the next chunk
         return d_hidden.to(ctx.hidden_dtype), d_weight.to(weight.dtype), d_bias, None, None, None, None, None
 
 
@@ -137,12 +141,12 @@ def _stats(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tenso
     return lse, own.squeeze(1) - lse, entropies, others - lse
 
 
-def _gradient(logits: Tensor, given: list[Tensor], scale: float) -> Tensor:
-    """On `logits`, which it may write over; `given` as in `kernels.head.gradient_`."""
+def _gradient(logits: Tensor, given: list[Tensor], scale: float, dtype: torch.dtype) -> Tensor:
+    """On `logits`, which it may write over, in `dtype`; `given` as in `kernels.head.gradient`."""
     if kernels.available(logits.device):
         from eepo.kernels import head
 
-        return head.gradient_(logits, given, scale)
+        return head.gradient(logits, given, scale, dtype)
     targets, lse, entropies, complements, d_logprobs, d_entropies, d_complements = given
     logprobs = logits.mul_(scale).sub_(lse.unsqueeze(1))
     p = logprobs.exp()
@@ -152,4 +156,4 @@ def _gradient(logits: Tensor, given: list[Tensor], scale: float) -> Tensor:
     if d_complements.any():
         others = (logprobs - complements.unsqueeze(1)).exp_().scatter_(1, own, 0.0)
         gradient += d_complements.unsqueeze(1) * others
-    return gradient.scatter_add_(1, own, d_logprobs.unsqueeze(1)).mul_(scale)
+    return gradient.scatter_add_(1, own, d_logprobs.unsqueeze(1)).mul_(scale).to(dtype)

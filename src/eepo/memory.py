@@ -19,7 +19,7 @@ from eepo.optimizers import MOMENT_BYTES
 
 FP32 = 4  # bytes
 HEAD_BYTES = 20  # a logit of the policy's head, forward and backward (fitted)
-CUDA_HEAD_BYTES = 10  # by the kernels (fitted)
+CUDA_HEAD_BYTES = 6  # by the kernels: itself, and its gradient in bf16
 DRAW_BYTES = 32  # a logit of the engine's: itself, softmax, and the cumulative sums in fp64
 CUDA_DRAW_BYTES = 6  # by the kernels (fitted)
 CACHE_ROOM = 1.5  # buffers of keys and values grow by doubling

@@ -324,7 +324,7 @@ def head_both_ways(logits: Tensor, targets: Tensor, scale: float, tolerance: flo
             stats = plain_head._stats(logits.clone(), targets, scale)
             lse, _, entropies, complements = stats
             given = [targets, lse, entropies, complements, *upstream]
-            results.append([*stats, plain_head._gradient(logits.clone(), given, scale)])
+            results.append([*stats, plain_head._gradient(logits.clone(), given, scale, torch.float32)])
     for got, expected in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, rtol=2e-5, atol=tolerance)
     return results[0]
@@ -335,6 +335,17 @@ def head_both_ways(logits: Tensor, targets: Tensor, scale: float, tolerance: flo
 def test_what_training_asks_of_logits(vocabulary: int, scale: float) -> None:
     logits = random_logits(4, vocabulary)
     head_both_ways(logits, torch.tensor([0, 2, vocabulary - 1, 1]), scale)
+
+
+def test_the_gradient_comes_in_the_type_of_the_products_after_it() -> None:
+    logits, targets = random_logits(4, 37), torch.tensor([0, 2, 36, 1])
+    stats = plain_head._stats(logits.clone(), targets, 1.0)
+    given = [targets, stats[0], *stats[2:], *(torch.randn(4) for _ in range(3))]
+    exact, rounded = (
+        plain_head._gradient(logits.clone(), given, 1.0, dtype) for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert rounded.dtype == torch.bfloat16
+    torch.testing.assert_close(rounded.float(), exact, rtol=2**-7, atol=1e-6)
 
 
 def test_a_token_that_is_all_but_certain_keeps_its_complement() -> None:

@@ -1,4 +1,4 @@
-"""What training asks of logits: log p of one token, entropy, log(1 − p); and the gradient of these, written over them.
+"""What training asks of logits: log p of one token, entropy, log(1 − p); and the gradient of these on the logits.
 
 Sums run over the *other* tokens, and the token itself is added last: log(1 − p) then loses nothing where p is near 1.
 """
@@ -46,8 +46,8 @@ def _stats_kernel(logits, stride, targets, out_lse, out_logprob, out_entropy, ou
 
 
 @triton.jit
-def _gradient_kernel(logits, stride, targets, lses, entropies, complements, d_logprob, d_entropy, d_complement, scale,
-                     vocabulary, BLOCK: tl.constexpr):  # fmt: skip
+def _gradient_kernel(logits, stride, targets, lses, entropies, complements, d_logprob, d_entropy, d_complement, out,
+                     scale, vocabulary, BLOCK: tl.constexpr):  # fmt: skip
     program = tl.program_id(0)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     pointers = logits + program.to(tl.int64) * stride + place
@@ -61,7 +61,8 @@ def _gradient_kernel(logits, stride, targets, lses, entropies, complements, d_lo
     gradient = by_logprob * (own.to(tl.float32) - p)
     gradient -= by_entropy * tl.where(p > 0, p * (logp + tl.load(entropies + program)), 0.0)
     gradient += by_complement * (tl.where(own, 0.0, tl.exp(logp - tl.load(complements + program))) - p)
-    tl.store(pointers, (gradient * scale).to(logits.dtype.element_ty), mask=inside)
+    own_place = out + program.to(tl.int64) * vocabulary + place
+    tl.store(own_place, (gradient * scale).to(out.dtype.element_ty), mask=inside)
 
 
 def stats(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -74,12 +75,13 @@ def stats(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor
     return lse, logprob, entropy, complement
 
 
-def gradient_(logits: Tensor, given: list[Tensor], scale: float) -> Tensor:
-    """The gradient on the logits [N, V], in their place.
+def gradient(logits: Tensor, given: list[Tensor], scale: float, dtype: torch.dtype) -> Tensor:
+    """The gradient on the logits [N, V], in `dtype`: that of the products after it, so it is written only once.
 
     `given`: targets, logsumexp, entropy, log(1 − p), and what flows in on log p, entropy and log(1 − p); each [N].
     """
+    out = torch.empty(logits.shape, dtype=dtype, device=logits.device)
     _gradient_kernel[(len(logits), triton.cdiv(logits.shape[1], BLOCK))](
-        logits, logits.stride(0), *given, scale, logits.shape[1], BLOCK=BLOCK, num_warps=8
+        logits, logits.stride(0), *given, out, scale, logits.shape[1], BLOCK=BLOCK, num_warps=8
     )
-    return logits
+    return out
