@@ -7,8 +7,8 @@
     python studies/study.py figures studies/countdown.toml --out runs/study --into docs/results/figures
 
 A plan (TOML) names regimes (a recipe and knobs), methods (knobs, and one knob with the values it is tuned over: as many
-for each method), the seeds of both phases, and the measures by whose mean tuning chooses. A method with a `base` also
-has that one's knobs, tuned: tune the base first (`--method`). Every finished run becomes one line of OUT/tune.jsonl or
+for each method), the seeds of both phases, and the measures by whose mean tuning chooses. A method also has the knobs
+of those in its `base`, tuned: tune these first (`--method`). Every finished run becomes one line of OUT/tune.jsonl or
 OUT/report.jsonl; the same command goes on where it stopped, from the lines alone if the runs are gone. Tables compare
 with the first method, paired by seed, with 95 % intervals.
 """
@@ -75,8 +75,7 @@ class Plan:
     def knobs(self, regime: str, name: str, value: str) -> list[str]:
         """Those of the methods below it, tuned, then its own."""
         method = self.tables["methods"][name]
-        base = method.get("base")
-        below = self.knobs(regime, base, self.value(regime, base)) if base else []
+        below = [knob for base in method.get("base", []) for knob in self.knobs(regime, base, self.value(regime, base))]
         own = [f"{method['tune']}={value}"] if value else []
         shares = [f"{knob}={total // int(value)}" for knob, total in method.get("shares", {}).items()]
         return [*below, *method.get("set", []), *own, *shares]

@@ -19,10 +19,10 @@ PLAN: dict[str, Any] = {
     "methods": {
         "grpo": {"tune": "training.learning_rate", "values": ["1e-5", "1e-4"]},
         "wide": {
-            "base": "grpo", "tune": "algorithm.group_size", "values": [16, 32],
+            "base": ["grpo"], "tune": "algorithm.group_size", "values": [16, 32],
             "shares": {"training.prompts_per_step": 1024}, "regimes": ["dense"],
         },
-        "eepo": {"base": "grpo", "set": ["algorithm.num_stages=2"]},
+        "eepo": {"base": ["grpo"], "set": ["algorithm.num_stages=2"]},
     },
 }  # fmt: skip
 
