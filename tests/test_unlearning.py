@@ -434,6 +434,18 @@ def test_advantages_are_over_the_group_or_over_each_stage(
         assert advantages == pytest.approx(expected, abs=1e-5)
 
 
+def test_later_stages_are_praised_but_not_punished_if_so_asked(build: Any, demo_prompts: list[Prompt]) -> None:
+    options = {"group_size": 8, "gate": "always", "unlearn_lr": 1e-3}
+    usual, kind = (
+        build(later_advantages=choice, **options).step(demo_prompts[:6], SAMPLING, StepMetrics())
+        for choice in ("all", "positive")
+    )
+    assert usual.rewards == kind.rewards
+    assert any(one < 0 for row in usual.advantages for one in row[4:])
+    for before, after in zip(usual.advantages, kind.advantages, strict=True):
+        assert after == [*before[:4], *(max(0.0, one) for one in before[4:])]
+
+
 def test_four_stages_forget_all_earlier_ones(
     build: Any, demo_prompts: list[Prompt], demo_model: Any, plain_scores: Any
 ) -> None:

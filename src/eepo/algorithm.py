@@ -51,9 +51,11 @@ class EEPO:
             self.sample(rollout, stage, sampling, metrics)
         with metrics.phase("reward"):
             rollout.settle()
-        rewards = torch.tensor(rollout.rewards)  # [Q, G]
-        num_baselines = self.options.num_stages if self.options.advantage_baseline == "stage" else 1
-        rollout.advantages = torch.cat([group_advantages(part) for part in rewards.chunk(num_baselines, 1)], 1).tolist()
+        parts = self.options.num_stages if self.options.advantage_baseline == "stage" else 1  # of a group
+        advantages = torch.cat([group_advantages(part) for part in torch.tensor(rollout.rewards).chunk(parts, 1)], 1)
+        if self.options.later_advantages == "positive":  # what was sampled to be unlike is not punished for failing
+            advantages = torch.where(torch.tensor(rollout.stages) > 1, advantages.clamp(min=0), advantages)
+        rollout.advantages = advantages.tolist()
         metrics.record_rollout(rollout)
         for first in range(0, len(prompts), self.mini_batch):
             self.update(rollout, range(first, min(first + self.mini_batch, len(prompts))), metrics)
@@ -135,10 +137,8 @@ class EEPO:
         with metrics.phase("update"):
             norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), self.max_grad_norm)
             if not norm.isfinite():  # one such step would destroy θ, and the next checkpoints what was good
-                raise UserError(
-                    f"the gradient is {float(norm)}; begin a new run with a lower unlearn_lr or learning_rate, "
-                    "from a checkpoint of this one if you like (model.path = its folder)"
-                )
+                mend = "begin a new run with a lower unlearn_lr or learning_rate, perhaps from a checkpoint of this one"
+                raise UserError(f"the gradient is {float(norm)}; {mend} (model.path = its folder)")
             self.optimizer.step()
             self.policy.model.zero_grad(set_to_none=True)
         metrics.record_grad_norm(float(norm))

@@ -132,6 +132,7 @@ class AlgorithmConfig:
     probe_completions: int = knob(64, least=1)  # stage-1 completions on which KL(θ‖θ′) is measured
 
     advantage_baseline: Literal["group", "stage"] = "group"
+    later_advantages: Literal["all", "positive"] = "all"  # after stage 1; positive: what does worse is not punished
     clip_low: float = knob(0.2, above=0, most=1)
     clip_high: float = knob(0.2, above=0)
     kl_coef: float = knob(1e-4, least=0)
