@@ -105,6 +105,8 @@ def reference_gradient(
                 continue
             if options.unlearn_on == "rewarded" and reward == 0:
                 continue
+            if options.unlearn_on == "unrewarded" and reward > 0:
+                continue
             if options.unlearn_on == "stuck" and prompt.id not in stuck:
                 continue
             gated += 1
@@ -147,6 +149,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"gate": "token", "unlearn_on": "rewarded", "gate_window": 5},
     {"gate": "always", "unlearn_on": "rewarded", "saturation": "exact", "unlearn_lr": "auto"},
     {"gate": "always", "unlearn_on": "stuck"},
+    {"gate": "always", "unlearn_on": "unrewarded"},
     {"gate": "always", "temperature": 0.8, "unlearn_eps": 0.05},
     {"gate": "step", "gate_threshold": 10.0},
 ]

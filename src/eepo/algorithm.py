@@ -162,8 +162,8 @@ def token_gate(entropies: Tensor, mask: Tensor, threshold: float, window: int) -
 
 
 def to_unlearn(rewards: list[float], choice: str) -> list[bool]:
-    """Of one prompt's completions: what earned reward, or, if "stuck", all where equal rewards teach GRPO nothing."""
-    return [reward > 0 if choice == "rewarded" else len(set(rewards)) == 1 for reward in rewards]
+    """Of one prompt's completions: what earned reward, or none; if "stuck", all where equal rewards teach nothing."""
+    return [{"rewarded": one > 0, "unrewarded": one <= 0, "stuck": len({*rewards}) == 1}[choice] for one in rewards]
 
 
 def unlearn_gate(scores: Scores, batch: MicroBatch, options: AlgorithmConfig) -> Tensor:  # bool [B, T]

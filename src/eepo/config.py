@@ -125,7 +125,7 @@ class AlgorithmConfig:
     unlearn_lr: float | Literal["auto"] = knob(3e-3, least=0)
     unlearn_kl_target: float = knob(1e-3, above=0)  # for unlearn_lr = "auto"
     unlearn_loss: Literal["comp", "nll"] = "comp"
-    unlearn_on: Literal["all", "rewarded", "stuck"] = "all"  # stuck: groups whose rewards are equal
+    unlearn_on: Literal["all", "rewarded", "unrewarded", "stuck"] = "all"  # stuck: groups whose rewards are equal
     unlearn_max_completions: int = knob(0, least=0)  # in one unlearning step, evenly chosen; 0: all there are
     unlearn_eps: float = knob(1e-4, above=0, most=0.5)
     saturation: Literal["stop", "exact"] = "stop"

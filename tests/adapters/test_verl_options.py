@@ -74,7 +74,7 @@ def test_knobs_are_read_and_sampling_is_verls() -> None:
         ("algorithm__rollout_correction", None, "bypass_mode = None must be True"),
         ("algorithm__rollout_correction__rollout_is", "token", "rollout_is = token"),
         ("algorithm__filter_groups", {"enable": True}, "filter_groups.enable = True"),
-        ("eepo__unlearn_on", "stuck", "eepo.unlearn_on = stuck must be all or rewarded here"),
+        ("eepo__unlearn_on", "stuck", "eepo.unlearn_on = stuck must be all, rewarded or unrewarded"),
         ("trainer__use_v1", False, "trainer.use_v1 = False must be True"),
         ("trainer__v1__trainer_mode", "colocate_async", "trainer_mode = colocate_async must be sync"),
         ("trainer__v1__trainer_mode", "separate_async", "trainer_mode = separate_async must be sync"),
@@ -90,8 +90,9 @@ def test_what_cannot_work_is_refused_in_one_line(key: str, value: Any, said: str
 def test_rewards_of_a_model_come_too_late_for_forgetting_rewarded_completions() -> None:
     config = changed(reward__reward_model__enable=True)
     assert read_options(config).unlearn_on == "all"
-    with pytest.raises(UserError, match="reward_model"):
-        read_options(config | {"eepo": {"unlearn_on": "rewarded"}})
+    for choice in ("rewarded", "unrewarded"):
+        with pytest.raises(UserError, match=f"unlearn_on = {choice} needs rewards before stage 2.*reward_model"):
+            read_options(config | {"eepo": {"unlearn_on": choice}})
 
 
 def test_one_stage_is_stock_grpo_and_asks_for_nothing() -> None:

@@ -153,3 +153,8 @@ def test_only_rewarded_completions_are_forgotten_if_so_asked() -> None:
     chosen = mask * rewards.long()[:, None]
     torch.testing.assert_close(value, complementary_loss(scores.logprobs, mask, chosen, options.unlearn_eps))
     assert counts["gated"] == 3 + 2
+    options = AlgorithmConfig(gate="always", unlearn_on="unrewarded")
+    value, counts = unlearning.micro_batch_loss(scores, mask, rewards, options, num_completions=4)
+    chosen = mask * (1 - rewards.long())[:, None]
+    torch.testing.assert_close(value, complementary_loss(scores.logprobs, mask, chosen, options.unlearn_eps))
+    assert counts["gated"] == 5 + 6

@@ -42,7 +42,9 @@ def read_options(config: Mapping[str, Any]) -> AlgorithmConfig:
     if section.get("unlearn_lr") == "auto":
         raise UserError("eepo.unlearn_lr = auto must be a number here: verl's workers cannot score under θ′")
     if section.get("unlearn_on") == "stuck":
-        raise UserError("eepo.unlearn_on = stuck must be all or rewarded here: verl's workers do not see whole groups")
+        raise UserError(
+            "eepo.unlearn_on = stuck must be all, rewarded or unrewarded: verl's workers see no whole groups"
+        )
     rollout = config["actor_rollout_ref"]["rollout"]
     sampling = {"group_size": rollout["n"], "temperature": rollout["temperature"]}
     options: AlgorithmConfig = read_section(AlgorithmConfig, section | sampling, "verl's command line", "eepo.")
@@ -60,8 +62,10 @@ def check_host(config: Mapping[str, Any], options: AlgorithmConfig) -> None:
         value = _find(config, key)
         if value not in allowed:
             raise UserError(f"{key} = {value} must be {' or '.join(map(str, allowed))}: {why}")
-    if options.unlearn_on == "rewarded" and _find(config, "reward.reward_model.enable"):
-        raise UserError("eepo.unlearn_on = rewarded needs rewards before stage 2: set reward.reward_model.enable=false")
+    if options.unlearn_on != "all" and _find(config, "reward.reward_model.enable"):
+        raise UserError(
+            f"eepo.unlearn_on = {options.unlearn_on} needs rewards before stage 2: set reward.reward_model.enable=false"
+        )
 
 
 # key, what it may be (None: absent), why. Lines end in the reason, so that nobody has to look it up.

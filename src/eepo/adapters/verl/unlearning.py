@@ -31,8 +31,8 @@ def micro_batch_loss(
     gate = mask
     if options.gate == "token":
         gate = token_gate(scores.entropies.detach(), mask, options.gate_threshold, options.gate_window)
-    if options.unlearn_on == "rewarded":
-        gate = gate & (rewards > 0).unsqueeze(1)
+    if options.unlearn_on != "all":
+        gate = gate & ((rewards > 0) == (options.unlearn_on == "rewarded")).unsqueeze(1)
     loss = unlearn_loss(scores, mask, gate, options) * (len(mask) / num_completions)
     entropy = torch.where(mask, scores.entropies.detach(), 0.0).sum()
     counts = {"gated": float(gate.sum()), "tokens": float(mask.sum()), "entropy": float(entropy)}
