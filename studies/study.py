@@ -20,7 +20,6 @@ import json
 import os
 import statistics
 import sys
-import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from typing import Any
 from eepo.estimates import seed_interval
 from eepo.processes import Job, run_jobs, why_ended
 from eepo.progress import Progress
+from eepo.recipe import read_toml
 from eepo.reports import runs as records
 from eepo.reports.figures import exploration_figure, pass_at_k_figure
 from eepo.reports.measures import full_evaluations, value
@@ -87,6 +87,9 @@ class Plan:
 
     def runs(self, phase: str, regimes: Sequence[str], methods: Sequence[str]) -> list[Run]:
         """Seed after seed, so that a study that is stopped has whole seeds."""
+        for asked, known in ((regimes, self.tables["regimes"]), (methods, self.tables["methods"])):
+            if strange := set(asked) - set(known):
+                raise UserError(f"{', '.join(sorted(strange))} is not in the plan; allowed: {', '.join(known)}")
         found = []
         for seed in self.tables["seeds"][phase]:
             for regime in regimes or self.tables["regimes"]:
@@ -108,12 +111,12 @@ class Plan:
             if (line["regime"], line["method"]) == (regime, name):
                 scores.setdefault(line["value"], []).append(objective(line, self.tables["objective"]))
         if not scores:
-            raise SystemExit(f"{regime}, {name}: nothing is tuned yet; run --phase tune --method {name} first")
+            raise UserError(f"{regime}, {name}: nothing is tuned yet; run --phase tune --method {name} first")
         return max(scores, key=lambda value: statistics.mean(scores[value]))
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    return list(read_lines(path)) if path.exists() else []
 
 
 def objective(line: dict[str, Any], names: Sequence[str]) -> float:
@@ -125,7 +128,7 @@ def final(line: dict[str, Any], where: str, measure: str) -> float:
     [row] = full_evaluations([as_run(line)], where)
     found = value(row, measure)
     if found is None:
-        raise SystemExit(f"{where} has no {measure}")
+        raise UserError(f"{where} has no {measure}")
     return found
 
 
@@ -239,8 +242,10 @@ def main() -> None:
     parser.add_argument("--method", action="append", default=[], help="only this one; repeatable")
     parser.add_argument("--into", type=Path, default=Path("docs/results/figures"), help="where figures go")
     args = parser.parse_args()
-    plan = Plan(tomllib.loads(args.plan.read_text(encoding="utf-8")), args.out)
     try:
+        if not args.plan.is_file():
+            raise UserError(f"{args.plan}: no such plan")
+        plan = Plan(read_toml(args.plan), args.out)
         if args.action == "run":
             run(plan, args.phase, args.jobs, args.regime, args.method)
         elif args.action == "list":

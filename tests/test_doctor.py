@@ -268,3 +268,11 @@ def test_the_command_fails_where_a_check_does() -> None:
     assert code == 1
     assert any(line.startswith('fail  device: model.device = "abacus" cannot be used here') for line in lines)
     assert lines[-1].startswith("1 failed")
+
+
+@pytest.mark.parametrize(("free", "share"), [(60 * 10**9, "100 %"), (25 * 10**9, "0 %")])
+def test_on_a_gpu_it_says_how_much_of_the_cache_fits(free: int, share: str) -> None:
+    config = recipe.load_run("countdown/grpo")
+    shape = memory.Shape(1_500_000_000, 28, 1536, 8960, 2, 128, 1000, 4096)
+    finding = doctor.look_at_memory(config, shape, torch.device("cuda"), 8, free)
+    assert f"the cache takes what is left: {share} of its rows may be at their longest" in finding.text

@@ -226,30 +226,26 @@ def test_rows_that_are_surely_shut_are_not_scored_and_the_step_is_the_same(
     assert 0 < row["gate_share"] < 1
 
 
-def test_only_rewarded_rows_are_scored_where_only_these_are_unlearned(
-    build: Any, demo_prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    algorithm = build(gate="always", unlearn_on="rewarded")
-    rollout = first_stage(algorithm, demo_prompts[:6])
-    asked = scored_rows(algorithm, monkeypatch)
-    algorithm.unlearn(rollout, StepMetrics())
-    rewards = [reward for group in rollout.rewards for reward in group]
-    assert asked == [[row for row, reward in enumerate(rewards) if reward > 0]]
-    assert 0 < len(asked[0]) < len(rewards)
+WANTED: dict[str, Callable[[float, list[float]], bool]] = {
+    "rewarded": lambda reward, group: reward > 0,
+    "unrewarded": lambda reward, group: reward == 0,
+    "stuck": lambda reward, group: group in ([0.0] * len(group), [1.0] * len(group)),
+}
 
 
-def test_only_groups_that_teach_nothing_are_unlearned_if_so_asked(
-    build: Any, demo_prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("choice", WANTED)
+def test_only_rows_that_are_to_be_unlearned_are_scored(
+    choice: str, build: Any, demo_prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    algorithm = build(gate="always", unlearn_on="stuck")
+    algorithm = build(gate="always", unlearn_on=choice)
     rollout = first_stage(algorithm, demo_prompts[:12])
     asked = scored_rows(algorithm, monkeypatch)
     algorithm.unlearn(rollout, StepMetrics())
-    size = len(rollout.groups[0])
-    stuck = [place for place, group in enumerate(rollout.rewards) if len(set(group)) == 1]
-    assert asked == [[place * size + sample for place in stuck for sample in range(size)]]
-    assert 0 < len(stuck) < 12
-    assert {reward for place in stuck for reward in rollout.rewards[place]} == {0.0, 1.0}  # all wrong, and all right
+    rewards = [(reward, group) for group in rollout.rewards for reward in group]
+    assert asked == [[row for row, given in enumerate(rewards) if WANTED[choice](*given)]]
+    assert 0 < len(asked[0]) < len(rewards)
+    seen = {rewards[row][0] for row in asked[0]}
+    assert seen == {"rewarded": {1.0}, "unrewarded": {0.0}, "stuck": {0.0, 1.0}}[choice]
 
 
 # --- what the pass for the gradient has seen

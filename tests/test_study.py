@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from eepo.types import UserError
+
 ROOT = Path(__file__).parents[1]
 PLAN: dict[str, Any] = {
     "objective": ["in_range/greedy", "in_range/pass@8"],
@@ -75,8 +77,10 @@ def test_the_value_with_the_best_mean_over_seeds_is_reported_and_inherited(study
     for part in ("training.learning_rate=1e-5", "algorithm.group_size=32", "training.prompts_per_step=32",
                  "training.seed=7", "train countdown/grpo --out there"):  # fmt: skip
         assert part in command
-    with pytest.raises(SystemExit, match="finite, grpo: nothing is tuned yet"):
+    with pytest.raises(UserError, match="finite, grpo: nothing is tuned yet"):
         plan.runs("report", ["finite"], [])
+    with pytest.raises(UserError, match="dence is not in the plan; allowed: dense, finite"):
+        plan.runs("tune", ["dence"], [])
 
 
 def test_tables_are_paired_by_seed(study: Any, plan: Any, tmp_path: Path) -> None:
@@ -113,7 +117,7 @@ def test_the_plans_that_ship_can_be_read(study: Any, tmp_path: Path) -> None:
     plans = sorted((ROOT / "studies").glob("*.toml"))
     assert plans
     for path in plans:
-        tables = study.tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = study.read_toml(path)
         plan = study.Plan(tables, tmp_path)
         first = next(iter(tables["methods"]))
         assert plan.runs("tune", [], [first])

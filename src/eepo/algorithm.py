@@ -140,7 +140,7 @@ class EEPO:
                 mend = "begin a new run with a lower unlearn_lr or learning_rate, perhaps from a checkpoint of this one"
                 raise UserError(f"the gradient is {float(norm)}; {mend} (model.path = its folder)")
             self.optimizer.step()
-            self.policy.model.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad(set_to_none=True)
         metrics.record_grad_norm(float(norm))
 
 

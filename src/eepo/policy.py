@@ -35,11 +35,7 @@ class Policy:
     """
 
     def __init__(
-        self,
-        model: Any,
-        micro_batch_tokens: int = 16384,
-        head_tokens: int = 4096,
-        dtype: torch.dtype | None = None,
+        self, model: Any, micro_batch_tokens: int = 16384, head_tokens: int = 4096, dtype: torch.dtype | None = None
     ) -> None:
         self.model = model.float()
         self.micro_batch_tokens = micro_batch_tokens
@@ -115,8 +111,7 @@ class _Scorer(nn.Module):
         self.packing = Packing(model)
 
     def forward(self, batch: MicroBatch, temperature: float) -> Scores:
-        hidden = self.hidden_states(batch.inputs).flatten(0, 1)
-        hidden = hidden[batch.predictors]  # [C, H]: completion tokens only
+        hidden = self.hidden_states(batch.inputs).flatten(0, 1)[batch.predictors]  # [C, H]: completion tokens only
         head = Head.of(self.model)
         dtype = _product_dtype(head.weight)
         columns = head.scores(hidden, batch.targets, temperature, self.head_tokens, dtype)

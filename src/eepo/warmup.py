@@ -79,7 +79,7 @@ class Warmup:
             total += loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), settings.max_grad_norm)
         self.optimizer.step()
-        self.policy.model.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         seconds = time.perf_counter() - started
         return {"step": self.step, "loss": float(total), "grad_norm": float(norm), "lr": rate, "seconds/total": seconds}

@@ -162,34 +162,37 @@ def test_the_second_call_takes_what_the_first_one_held_and_keeps_it(
 ) -> None:
     ours, theirs = both(ending("llama"), tokenizer)
     far = replace(SAMPLING, max_new_tokens=6 * PAGE)  # but every sixteenth token is an end
-    monkeypatch.setattr(paged, "_card_bytes", lambda device: 600 * ours.cache.page_bytes)  # 60 pages may be kept
+    monkeypatch.setattr(paged, "_card_bytes", lambda device: 900 * ours.cache.page_bytes)  # 90 pages may be kept
     expected = theirs.generate(prompts, 4, far)
     assert_same(ours.generate(prompts, 4, far), expected)
     assert ours._buffers is None  # it had room for all at their longest
-    assert 0 < ours._held < 40
+    assert 0 < 24 * ours._per_slot < 70
     kept = []
     for _ in range(2):
         assert_same(ours.generate(prompts, 4, far), expected)
         kept.append(ours._buffers)
     assert kept[0] is kept[1] is not None
-    assert ours._held < kept[0].num_pages <= 1 + paged.SPARE * ours._held
+    assert 24 * ours._per_slot < kept[0].num_pages <= 1 + paged.SPARE * 24 * ours._per_slot
 
 
 def test_where_that_was_not_enough_the_next_call_takes_all_again(
-    ending: Any, tokenizer: Any, prompts: list[Prompt], caplog: pytest.LogCaptureFixture
+    ending: Any, tokenizer: Any, prompts: list[Prompt]
 ) -> None:
-    ours, theirs = both(ending("llama", every=1000), tokenizer)
-    long = replace(SAMPLING, max_new_tokens=4 * PAGE)
-    ours.generate(prompts[4:], 4, replace(SAMPLING, max_new_tokens=4))
-    ours._forget_buffers()
-    expected = theirs.generate(prompts[4:], 4, long)
+    """Rows that are longer than those of the first call, of which there were fewer, too."""
+    ours, theirs = both(ending("llama"), tokenizer)
+    for ends in (ours._ends, theirs._eos):
+        ends.fill_(-1)  # none ends by itself
+    long = replace(SAMPLING, max_new_tokens=5 * PAGE)
+    ours.generate(prompts[4:5], 2, replace(SAMPLING, max_new_tokens=4))
+    assert (per_slot := ours._per_slot) > 0
+    expected = theirs.generate(prompts[4:5], 16, long)
     sizes = []
-    for _ in range(2):
-        assert_same(ours.generate(prompts[4:], 4, long), expected)
+    for _ in range(3):
+        ours._forget_buffers()
+        assert_same(ours.generate(prompts[4:5], 16, long), expected)
         sizes.append(ours._buffers.num_pages)  # type: ignore[union-attr]
-    assert "completions began again" in caplog.text
-    assert sizes[0] < sizes[1]
-    assert caplog.text.count("completions began again") == 1
+    assert 16 * per_slot < sizes[0] < sizes[1]
+    assert sizes[1] == sizes[2] > 16 * 5
 
 
 def test_many_prompts_are_prefilled_and_drawn_in_parts(

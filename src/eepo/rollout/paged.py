@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 AHEAD = 4  # decode steps queued at a time
 PREFILL_TOKENS = 16384  # at a time
 KEEP_SHARE = 0.1  # of the card: a larger cache is given back after each call, for training to use, and its graphs go
-SPARE = 1.3  # times the pages that calls have held so far: what the next ones get
+SPARE = 1.3  # times the pages that a slot has held on average, at most, in the calls so far: what the next ones get
 MEMORY_SHARE = 0.9  # of what is free: what a cache may take
 MAX_OUTPUTS = 1 << 26  # tokens drawn in one go: 12 bytes each
 
@@ -46,7 +46,7 @@ class PagedEngine(TransformersEngine):
         self._ends = _power_of_two(self._eos.tolist(), self.device)
         self._buffers: _Buffers | None = None
         self._short = False  # of memory for all pages that might be wanted
-        self._held = 0  # pages at most, in the calls so far; 0: not known, or it was not enough
+        self._per_slot = 0.0  # pages at most, in the calls so far; 0: not known, or it was not enough
 
     def unusable(self) -> str:
         """Why, in a few words; nothing if the paged model says what the family's own attention says."""
@@ -93,7 +93,8 @@ class PagedEngine(TransformersEngine):
         buffers.reset(1 / sampling.temperature if sampling.temperature > 0 else 0.0)
         slots = Slots(rows, buffers.num_slots, buffers.num_pages)
         _Run(self, buffers, slots, prompts, torch.tensor(keys, device=self.device)).finish()
-        self._held = 0 if slots.num_restarts else max(self._held, slots.most_pages)
+        used = slots.most_pages / min(self.max_rows, len(rows))
+        self._per_slot = 0.0 if slots.num_restarts or slots.waited else max(self._per_slot, used)
         if slots.num_restarts:
             log.warning("%d completions began again: the cache is short of memory", slots.num_restarts)
         completions = buffers.completions(len(rows), self.tokenizer)
@@ -107,8 +108,8 @@ class PagedEngine(TransformersEngine):
         num_rows = len(prompt_lengths) * num_samples
         num_slots = min(self.max_rows, -(-num_rows // 8) * 8)
         wanted, least = pages_needed(prompt_lengths, num_samples, max_new_tokens, num_slots)
-        if self._held:
-            wanted = min(wanted, max(least, int(SPARE * self._held)))
+        if self._per_slot:
+            wanted = min(wanted, max(least, int(SPARE * self._per_slot * num_slots)))
         longest = max(prompt_lengths) + max_new_tokens
         sizes = num_slots, longest, num_rows, max_new_tokens
         enough = least if self._short else wanted

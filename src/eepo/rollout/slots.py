@@ -66,7 +66,8 @@ class Slots:
         self.free_pages = list(range(num_pages - 1, SCRATCH, -1))
         self.idle: list[Prefix] = []  # prepared, and no row of theirs in a slot; what is needed last, last
         self.num_restarts = 0
-        self.num_pages, self.most_pages = num_pages, 0  # there are; ever held at a time
+        self.num_pages, self.most_pages = num_pages, 0  # there are; ever wanted at a time
+        self.waited = False  # did a row find a free slot, and no pages?
 
     @property
     def running(self) -> list[Row]:
@@ -99,6 +100,7 @@ class Slots:
             if not self._make_room(
                 _num_pages(prefix.length) + spare, keep=() if chosen else (prefix,), drop=not chosen
             ):
+                self.waited |= not chosen
                 break
             prefix.pages = self._take(_num_pages(prefix.length))
             chosen.append(prefix)
@@ -113,6 +115,7 @@ class Slots:
             row = self.waiting[0]
             own = self._own(row, ahead)
             if not self._make_room(own + self.num_live, keep=(row.prefix,)):  # each live row may soon want one more
+                self.waited = True
                 break
             self.waiting.popleft()
             if row.prefix.num_live == 0:
@@ -157,7 +160,8 @@ class Slots:
         return moves
 
     def count_pages(self) -> None:
-        self.most_pages = max(self.most_pages, self.num_pages - len(self.free_pages))
+        """What is held, and the one page for each live row that must be free for others to enter."""
+        self.most_pages = max(self.most_pages, self.num_pages - len(self.free_pages) + self.num_live)
 
     def highest(self) -> int:
         """One more than the highest slot in use."""

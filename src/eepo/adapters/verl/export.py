@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Iterator
 
@@ -9,6 +10,12 @@ from eepo.adapters.verl.options import KNOBS
 from eepo.config import DatasetConfig, RunConfig
 from eepo.types import UserError
 
+ALLOWED: dict[str, tuple[object, ...]] = {  # of [algorithm], where verl's adapter can less than we can
+    "saturation": ("stop",),
+    "unlearn_on": ("all", "rewarded", "unrewarded"),
+    "unlearn_max_completions": (0,),
+    "later_advantages": ("all",),
+}
 FILES = ("TRAIN_FILES", "VAL_FILES")  # shell variables: verl reads Parquet files of its own layout
 
 
@@ -36,8 +43,12 @@ def overrides(config: RunConfig) -> Iterator[tuple[str, object]]:
     yield from _rollout(config)
     yield from _trainer(config)
     if config.algorithm.num_stages > 1:
-        if config.algorithm.saturation != "stop":
-            raise UserError('algorithm.saturation = "exact" cannot be exported to verl; allowed: "stop"')
+        for name, allowed in ALLOWED.items():
+            if (value := getattr(config.algorithm, name)) not in allowed:
+                choices = ", ".join(map(json.dumps, allowed))
+                raise UserError(
+                    f"algorithm.{name} = {json.dumps(value)} cannot be exported to verl; allowed: {choices}"
+                )
         if config.algorithm.unlearn_lr == "auto":
             raise UserError('algorithm.unlearn_lr = "auto" cannot be exported to verl; allowed: a number')
         yield from ((f"eepo.{name}", getattr(config.algorithm, name)) for name in KNOBS)
