@@ -17,16 +17,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import statistics
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eepo.cli import main as main_command
 from eepo.estimates import seed_interval
-from eepo.processes import Job, run_jobs, why_ended
+from eepo.processes import Job, why_ended
 from eepo.progress import Progress
 from eepo.recipe import read_toml
 from eepo.reports import runs as records
@@ -65,12 +69,13 @@ class Plan:
     tables: dict[str, Any]
     out: Path
 
-    def command(self, run: Run, folder: Path) -> tuple[str, ...]:
+    def arguments(self, run: Run, folder: Path) -> list[str]:
+        """Of `eepo`."""
         regime, method = self.tables["regimes"][run.regime], self.tables["methods"][run.method]
         knobs = [*self.tables.get("set", []), *regime.get("set", []), *self.knobs(run.regime, run.method, run.value)]
         sets = [part for knob in [*knobs, f"training.seed={run.seed}"] for part in ("--set", knob)]
         recipe = method.get("recipe", regime["recipe"])
-        return (sys.executable, "-m", "eepo", "train", recipe, "--out", str(folder), "--resume", *sets)
+        return ["train", recipe, "--out", str(folder), "--resume", *sets]
 
     def knobs(self, regime: str, name: str, value: str) -> list[str]:
         """Those of the methods below it, tuned, then its own."""
@@ -164,29 +169,47 @@ def run(plan: Plan, phase: str, num_jobs: int, regimes: Sequence[str], methods: 
     record = plan.out / f"{phase}.jsonl"
     done = {(line["regime"], line["method"], line["value"], line["seed"]) for line in lines(record)}
     waiting = [one for one in plan.runs(phase, regimes, methods) if one.key not in done]
-    plan.out.mkdir(parents=True, exist_ok=True)
-    folders = {str(one.folder): one for one in waiting}
-    jobs = [
-        Job(title, plan.command(one, plan.out / phase / title), plan.out / phase / title / "log.txt")
-        for title, one in folders.items()
-    ]
     progress, failed = Progress(), 0
-    with progress.bar(f"{phase}, {num_jobs} at a time", len(jobs), 0) as bar:
-
-        def ended(job: Job, code: int) -> None:
-            nonlocal failed
-            if code:
+    with progress.bar(f"{phase}, {num_jobs} at a time", len(waiting), 0) as bar, warm_processes(num_jobs) as pool:
+        folders = {one: plan.out / phase / one.folder for one in waiting}
+        runs = {pool.submit(train, plan.arguments(one, folder), folder): one for one, folder in folders.items()}
+        for ended in as_completed(runs):
+            one = runs[ended]
+            if trouble := ended.result():
                 failed += 1
-                progress.say(f"failed: {job.title}: {why_ended(job, code)}")
+                progress.say(f"failed: {one.folder}: {trouble}")
             else:
                 with record.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(line_of(folders[job.title], job.log.parent)) + "\n")
+                    file.write(json.dumps(line_of(one, folders[one])) + "\n")
             bar.advance()
-
-        threads = str(max(1, (os.cpu_count() or 1) // num_jobs))
-        run_jobs(jobs, num_jobs, {"OMP_NUM_THREADS": threads} | os.environ, ended)
     if failed:
-        raise SystemExit(f"{failed} of {len(jobs)} runs failed; the same command tries them again")
+        raise SystemExit(f"{failed} of {len(waiting)} runs failed; the same command tries them again")
+
+
+def warm_processes(number: int) -> ProcessPoolExecutor:
+    """Each run in a process of its own, forked from one that has torch imported: that takes longer than many steps."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // number)))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["eepo.assemble"])
+    return ProcessPoolExecutor(number, context, max_tasks_per_child=1)
+
+
+def train(arguments: Sequence[str], folder: Path) -> str:
+    """`eepo train`, with all that it prints in the run's folder. Returns the last of it if it failed, else nothing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "log.txt"
+    with log.open("wb") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+    sys.argv = ["eepo", *arguments]
+    try:
+        main_command()
+    except SystemExit as end:
+        if not end.code:
+            return ""
+    except Exception:
+        traceback.print_exc()
+    return why_ended(Job("", (), log), 1)
 
 
 def tables(plan: Plan) -> str:
@@ -250,7 +273,7 @@ def main() -> None:
             run(plan, args.phase, args.jobs, args.regime, args.method)
         elif args.action == "list":
             wanted = plan.runs(args.phase, args.regime, args.method)
-            print("\n".join(" ".join(plan.command(one, one.folder)) for one in wanted))
+            print("\n".join(" ".join(["eepo", *plan.arguments(one, one.folder)]) for one in wanted))
         elif args.action == "tables":
             print(tables(plan))
         else:

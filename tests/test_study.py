@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,10 @@ PLAN: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def study() -> Any:
-    spec = importlib.util.spec_from_file_location("study", ROOT / "studies" / "study.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["study"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+def study() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "studies")  # the processes of its runs import it by its name
+        yield importlib.import_module("study")
 
 
 def line(method: str, value: str, seed: int, greedy: float, regime: str = "dense") -> dict[str, Any]:
@@ -73,7 +69,7 @@ def test_the_value_with_the_best_mean_over_seeds_is_reported_and_inherited(study
     assert plan.value("dense", "eepo") == ""
     reported = [one.key for one in plan.runs("report", ["dense"], [])]
     assert reported[:3] == [("dense", "grpo", "1e-5", 0), ("dense", "wide", "32", 0), ("dense", "eepo", "", 0)]
-    command = " ".join(plan.command(study.Run("dense", "wide", "32", 7), Path("there")))
+    command = " ".join(plan.arguments(study.Run("dense", "wide", "32", 7), Path("there")))
     for part in ("training.learning_rate=1e-5", "algorithm.group_size=32", "training.prompts_per_step=32",
                  "training.seed=7", "train countdown/grpo --out there"):  # fmt: skip
         assert part in command
@@ -111,6 +107,16 @@ def test_a_real_run_becomes_a_line_once(study: Any, tmp_path: Path) -> None:
     assert [row["step"] for row in found["metrics"]] == [1, 2]
     assert {row["set"] for row in found["evaluations"]} == {"in_range", "out_of_range"}
     assert "problems" not in found["evaluations"][0]
+    assert "weights:" in (tmp_path / "report/dense/grpo=as-is/seed-0/log.txt").read_text()
+
+
+def test_a_run_that_fails_is_told_and_tried_again(study: Any, tmp_path: Path, capsys: Any) -> None:
+    tables = PLAN | {"set": ["algorithm.group_size=none"], "seeds": {"report": [0]}, "methods": {"grpo": {}}}
+    for _ in range(2):
+        with pytest.raises(SystemExit, match="1 of 1 runs failed"):
+            study.run(study.Plan(tables, tmp_path), "report", 1, ["dense"], [])
+        assert "algorithm.group_size" in capsys.readouterr().out
+    assert not study.lines(tmp_path / "report.jsonl")
 
 
 def test_the_plans_that_ship_can_be_read(study: Any, tmp_path: Path) -> None:
