@@ -7,8 +7,9 @@
     python studies/study.py figures studies/countdown.toml --out runs/study --into docs/results/figures
 
 A plan (TOML) names regimes (a recipe and knobs), methods (knobs, and one knob with the values it is tuned over: as many
-for each method), the seeds of both phases, and the measures by whose mean tuning chooses. A method also has the knobs
-of those in its `base`, tuned: tune these first (`--method`). Every finished run becomes one line of OUT/tune.jsonl or
+for each method), the seeds of both phases, and the measures by whose mean tuning chooses (`objective`, of the plan or
+of a method). A method also has the knobs of those in its `base`, tuned: tune these first (`--method`). One that is
+`tuned_with` another chooses among that one's runs. Every finished run becomes one line of OUT/tune.jsonl or
 OUT/report.jsonl; the same command goes on where it stopped, from the lines alone if the runs are gone. Tables compare
 with the first method, paired by seed, with 95 % intervals.
 """
@@ -22,11 +23,13 @@ import os
 import statistics
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from frontier import Points, frontier_figure
 
 from eepo.cli import main as main_command
 from eepo.estimates import seed_interval
@@ -44,6 +47,10 @@ MEASURES = ("mean", "greedy", "pass@8", "pass@32", "distinct")
 KEPT = ("step", "entropy", "reward", "stage1/entropy", "stage2/entropy", "stage1/reward", "stage2/reward",
         "stage1/length", "stage2/length", "unlearn/kl", "unlearn/lr", "gate_share", "seconds/total")  # fmt: skip
 MOST_ROWS = 30  # of a run's metrics
+TOLD = {"entropy": "entropy", "stage1/entropy": "of stage 1", "stage2/entropy": "of stage 2", "reward": "reward",
+        "stage1/reward": "of stage 1", "stage2/reward": "of stage 2", "unlearn/kl": "KL", "unlearn/lr": "η",
+        "gate_share": "gated", "seconds": "seconds"}  # fmt: skip
+FRONTIER = "pass@32"
 
 
 @dataclass(frozen=True)
@@ -104,17 +111,21 @@ class Plan:
                     values = [str(value) for value in method.get("values", [])]
                     if phase == "report":
                         values = [self.value(regime, name)]
+                    elif "tuned_with" in method:
+                        continue
                     found += [Run(regime, name, value, seed) for value in values]
         return found
 
     def value(self, regime: str, name: str) -> str:
-        """Of the knob that is tuned: the one whose tuning runs are best, by the plan's measures; "" without one."""
-        if "values" not in self.tables["methods"][name]:
+        """Of the knob that is tuned: the one whose tuning runs are best, by its measures; "" without one."""
+        method = self.tables["methods"][name]
+        if "tune" not in method:
             return ""
         scores: dict[str, list[float]] = {}
+        measures = method.get("objective", self.tables["objective"])
         for line in lines(self.out / "tune.jsonl"):
-            if (line["regime"], line["method"]) == (regime, name):
-                scores.setdefault(line["value"], []).append(objective(line, self.tables["objective"]))
+            if (line["regime"], line["method"]) == (regime, method.get("tuned_with", name)):
+                scores.setdefault(line["value"], []).append(objective(line, measures))
         if not scores:
             raise UserError(f"{regime}, {name}: nothing is tuned yet; run --phase tune --method {name} first")
         return max(scores, key=lambda value: statistics.mean(scores[value]))
@@ -213,33 +224,57 @@ def train(arguments: Sequence[str], folder: Path) -> str:
 
 
 def tables(plan: Plan) -> str:
-    """Markdown: for each regime and set, every method, and what it differs by from the first."""
+    """Markdown: for each regime what every method did in training, then, set by set, what came of it."""
     found = lines(plan.out / "report.jsonl")
     parts = []
     for regime in plan.tables["regimes"]:
         here = [line for line in found if line["regime"] == regime]
-        methods = [name for name, _ in plan.methods(regime) if any(line["method"] == name for line in here)]
+        names = [name for name, _ in plan.methods(regime) if any(line["method"] == name for line in here)]
+        methods = {name: [line for line in here if line["method"] == name] for name in names}
+        if not methods:
+            continue
+        parts.append(_table(f"{regime}, training", ["", "seeds", *TOLD.values()], map(_training_row, methods.values())))
+        base = next(iter(methods.values()))
         for where in records.evaluation_sets([as_run(line) for line in here]):
-            head = ["", "seeds", *MEASURES, *(f"Δ {measure}" for measure in MEASURES)]
-            rows = [head, ["---"] * len(head)]
-            rows += [_row(here, methods[0], name, where) for name in methods]
-            parts.append(
-                f"### {regime}, {where.replace('_', ' ')}\n\n" + "\n".join(f"| {' | '.join(r)} |" for r in rows)
-            )
+            rows = [_row(base, own, where) for own in methods.values()]
+            parts.append(_table(f"{regime}, {where.replace('_', ' ')}", ["", *MEASURES], rows))
     return "\n\n".join(parts) + "\n"
 
 
-def _row(here: Sequence[dict[str, Any]], baseline: str, name: str, where: str) -> list[str]:
-    own = {line["seed"]: line for line in here if line["method"] == name}
-    base = {line["seed"]: line for line in here if line["method"] == baseline}
-    tuned = next(iter(own.values()))["value"]
-    cells = [f"{name} {tuned}".strip(), str(len(own))]
-    cells += [f"{statistics.mean(final(line, where, measure) for line in own.values()):.3f}" for measure in MEASURES]
+def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return f"### {title}\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+
+
+def _title(line: dict[str, Any]) -> str:
+    return f"{line['method']} {line['value']}".strip()
+
+
+def _training_row(own: Sequence[dict[str, Any]]) -> list[str]:
+    """Means over seeds; of what varies over the steps, over the last third of them."""
+    cells = [_title(own[0]), str(len(own))]
+    for name in TOLD:
+        if name == "seconds":
+            cells.append(f"{statistics.mean(line['seconds'] for line in own):.0f}")
+            continue
+        late = [
+            row[name] for line in own for row in line["metrics"][-max(1, len(line["metrics"]) // 3) :] if name in row
+        ]
+        cells.append(f"{statistics.mean(late):.3g}" if late else "")
+    return cells
+
+
+def _row(base: Sequence[dict[str, Any]], own: Sequence[dict[str, Any]], where: str) -> list[str]:
+    """Of each measure the mean over seeds, and the difference to `base`, paired by seed; bold where it is not 0."""
+    cells = [_title(own[0])]
     for measure in MEASURES:
-        both = sorted(own.keys() & base.keys())
-        gaps = [final(own[seed], where, measure) - final(base[seed], where, measure) for seed in both]
-        interval = seed_interval(gaps) if name != baseline else None
-        cells.append(f"{statistics.mean(gaps):+.3f} [{interval[0]:+.3f}, {interval[1]:+.3f}]" if interval else "")
+        values = {line["seed"]: final(line, where, measure) for line in own}
+        others = {line["seed"]: final(line, where, measure) for line in base}
+        gaps = [values[seed] - others[seed] for seed in sorted(values.keys() & others.keys())]
+        cell = f"{statistics.mean(values.values()):.3f}"
+        if own is not base and (interval := seed_interval(gaps)):
+            gap = f"{statistics.mean(gaps):+.3f} [{interval[0]:+.3f}, {interval[1]:+.3f}]"
+            cell += f"<br>{f'**{gap}**' if interval[0] > 0 or interval[1] < 0 else gap}"
+        cells.append(cell)
     return cells
 
 
@@ -247,11 +282,30 @@ def figures(plan: Plan, into: Path, methods: Sequence[str]) -> None:
     into.mkdir(parents=True, exist_ok=True)
     found = [line for line in lines(plan.out / "report.jsonl") if not methods or line["method"] in methods]
     for regime in plan.tables["regimes"]:
-        here = [as_run(line) for line in found if line["regime"] == regime]
-        for name, draw in (("exploration", exploration_figure), ("pass_at_k", pass_at_k_figure)):
-            figure = draw(here) if here else None
+        lines_here = [line for line in found if line["regime"] == regime]
+        here = [as_run(line) for line in lines_here]
+        drawn = {
+            "exploration": exploration_figure(here) if here else None,
+            "pass_at_k": pass_at_k_figure(here) if here else None,
+            "frontier": frontier_figure(_frontiers(plan, regime, lines_here), FRONTIER),
+        }
+        for name, figure in drawn.items():
             if figure is not None:
                 (into / f"{regime}_{name}.png").write_bytes(image_bytes(figure, "png"))
+
+
+def _frontiers(plan: Plan, regime: str, here: Sequence[dict[str, Any]]) -> dict[str, tuple[Points, Points]]:
+    first = next(iter(plan.tables["methods"]))
+    tried = [line for line in lines(plan.out / "tune.jsonl") if (line["regime"], line["method"]) == (regime, first)]
+
+    def points(some: Sequence[dict[str, Any]], name: str, where: str) -> Points:
+        found: dict[str, list[tuple[float, float]]] = {}
+        for line in some:
+            found.setdefault(line[name], []).append((final(line, where, "mean"), final(line, where, FRONTIER)))
+        return found
+
+    sets = records.evaluation_sets([as_run(line) for line in here])
+    return {where: (points(tried, "value", where), points(here, "method", where)) for where in sets}
 
 
 def main() -> None:

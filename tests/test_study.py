@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 from collections.abc import Iterator
@@ -54,7 +55,7 @@ def plan(study: Any, tmp_path: Path) -> Any:
     tuned = [line("grpo", "1e-5", 100, 0.5), line("grpo", "1e-5", 101, 0.6), line("grpo", "1e-4", 100, 0.7)]
     tuned += [line("grpo", "1e-4", 101, 0.3), line("wide", "16", 100, 0.1), line("wide", "32", 100, 0.2)]
     write(tmp_path / "tune.jsonl", tuned)
-    return study.Plan(PLAN, tmp_path)
+    return study.Plan(copy.deepcopy(PLAN), tmp_path)
 
 
 def test_tuning_runs_every_value_of_what_is_tuned(study: Any, plan: Any) -> None:
@@ -73,6 +74,12 @@ def test_the_value_with_the_best_mean_over_seeds_is_reported_and_inherited(study
     for part in ("training.learning_rate=1e-5", "algorithm.group_size=32", "training.prompts_per_step=32",
                  "training.seed=7", "train countdown/grpo --out there"):  # fmt: skip
         assert part in command
+    plan.tables["methods"]["grpo"]["objective"] = ["in_range/mean"]
+    assert plan.value("dense", "grpo") == "1e-5"
+    plan.tables["methods"]["gentle"] = {"tune": "training.learning_rate", "tuned_with": "grpo"}
+    assert plan.value("dense", "gentle") == "1e-5"
+    assert not plan.runs("tune", [], ["gentle"])
+    assert [one.value for one in plan.runs("report", ["dense"], ["gentle"])] == ["1e-5"] * 3
     with pytest.raises(UserError, match="finite, grpo: nothing is tuned yet"):
         plan.runs("report", ["finite"], [])
     with pytest.raises(UserError, match="dence is not in the plan; allowed: dense, finite"):
@@ -86,13 +93,20 @@ def test_tables_are_paired_by_seed(study: Any, plan: Any, tmp_path: Path) -> Non
     write(tmp_path / "report.jsonl", reported[::-1])
     text = study.tables(plan)
     assert "### dense, in range" in text
-    [row] = [row for row in text.splitlines() if row.startswith("| eepo |")]
-    # gaps .1, .1, -.2: mean 0, standard error .1, and 4.303 of these
-    assert "| 3 | 0.350 | 0.700 |" in row
-    assert "| +0.000 [-0.430, +0.430] |" in row
+    training, row = [row for row in text.splitlines() if row.startswith("| eepo |")]
+    # gaps .1, .1, -.2: mean 0, standard error .1, and 4.303 of these; means are half of it
+    assert row.startswith("| eepo | 0.350<br>+0.000 [-0.215, +0.215] | 0.700<br>+0.000 [-0.430, +0.430] |")
+    assert training.startswith("| eepo | 3 |  | 0.25 |")  # no entropy of all, stage 1's at the last step
     study.figures(plan, tmp_path / "figures", [])
     names = {path.name for path in (tmp_path / "figures").iterdir()}
-    assert names == {"dense_exploration.png", "dense_pass_at_k.png"}
+    assert names == {"dense_exploration.png", "dense_pass_at_k.png", "dense_frontier.png"}
+
+
+def test_a_difference_that_is_none_by_chance_is_bold(study: Any, plan: Any, tmp_path: Path) -> None:
+    reported = [line("grpo", "1e-5", seed, greedy) for seed, greedy in enumerate((0.3, 0.5, 0.4))]
+    reported += [line("eepo", "", seed, greedy) for seed, greedy in enumerate((0.5, 0.71, 0.6))]
+    write(tmp_path / "report.jsonl", reported)
+    assert "0.603<br>**+0.203 [+0.189, +0.218]**" in study.tables(plan)
 
 
 def test_a_real_run_becomes_a_line_once(study: Any, tmp_path: Path) -> None:

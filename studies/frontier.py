@@ -1,0 +1,55 @@
+"""What methods give up of pass@k for their mean, or the other way round, beside what GRPO trades by its learning rate.
+
+A slower learning rate also keeps pass@k, so a method is worth its trouble only above that line.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from matplotlib.figure import Figure
+
+from eepo.estimates import seed_interval
+from eepo.reports.palette import looks
+from eepo.reports.panels import WIDTH, add_legend, method_lines, new_panels, styled
+
+Points = Mapping[str, Sequence[tuple[float, float]]]  # of a method or a value: mean and pass@k of each seed
+
+
+def frontier_figure(sets: Mapping[str, tuple[Points, Points]], measure: str) -> Figure | None:
+    """For each evaluation set: what the first method's tuning runs reached, by value, and all methods as reported."""
+
+    @styled
+    def draw(_runs: Sequence[object]) -> Figure:
+        figure, panels = new_panels(len(sets), height=2.6, width=WIDTH)
+        shown: dict[str, None] = {}
+        for axes, (name, (tuned, reported)) in zip(panels, sets.items(), strict=True):
+            line = [(value, *_middle(seeds)) for value, seeds in sorted(tuned.items(), key=lambda one: float(one[0]))]
+            axes.plot([x for _, x, _ in line], [y for _, _, y in line], color="#808080", marker=".", zorder=1)
+            for value, x, y in line:
+                axes.annotate(value, (x, y), fontsize=5, color="#606060", xytext=(2, 2), textcoords="offset points")
+            for method, seeds in reported.items():
+                shown[method] = None
+                colour, marker = looks(reported)[method]
+                x, y = _middle(seeds)
+                axes.errorbar(
+                    x, y, xerr=_arms([s[0] for s in seeds]), yerr=_arms([s[1] for s in seeds]), color=colour,
+                    marker=marker, markersize=3.5, linewidth=0.5, linestyle="none",
+                )  # fmt: skip
+            axes.set(title=name.replace("_", " "), xlabel="mean", ylabel=measure)
+        add_legend(figure, method_lines(shown, markers=True))
+        return figure
+
+    return draw([]) if sets else None
+
+
+def _middle(seeds: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    return statistics.mean(x for x, _ in seeds), statistics.mean(y for _, y in seeds)
+
+
+def _arms(values: Sequence[float]) -> list[list[float]]:
+    """Half-widths of the 95 % interval over seeds, as matplotlib wants them."""
+    low, high = seed_interval(values) or (values[0], values[0])
+    middle = statistics.mean(values)
+    return [[max(0.0, middle - low)], [max(0.0, high - middle)]]
