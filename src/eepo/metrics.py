@@ -28,6 +28,8 @@ class StepMetrics:
         self._num_tokens = 0
         self._gated: Tensor | float = 0.0  # sums stay on the device until `result`: reading one would wait for it
         self._gateable = 0
+        self._changed: Tensor | int = 0  # weights of θ′, at its last load
+        self._changeable = 0
         self._grad_norms: list[float] = []
         self._stages: dict[int, _Ratios] = defaultdict(_Ratios)
         self._policy_entropy: Tensor | float = 0.0
@@ -93,12 +95,11 @@ class StepMetrics:
         self, weights: Iterable[tuple[str, Tensor]], before: Iterable[tuple[str, Tensor]]
     ) -> Iterator[tuple[str, Tensor]]:
         """Pass θ′ through, and note which share of it differs from θ after rounding to the engine's type."""
-        changed = total = 0
+        self._changed, self._changeable = 0, 0
         for (name, new), (_, old) in zip(weights, before, strict=True):
-            changed += int((new != old.to(new.dtype)).sum())
-            total += new.numel()
+            self._changed = self._changed + (new != old.to(new.dtype)).sum()
+            self._changeable += new.numel()
             yield name, new
-        self.values["unlearn/weights_changed_share"] = changed / total
 
     @torch.no_grad()
     def record_update(
@@ -127,6 +128,8 @@ class StepMetrics:
         total = time.perf_counter() - self._started
         row = dict(self.values)
         row["gate_share"] = float(self._gated) / self._gateable if self._gateable else 0.0
+        if self._changeable:
+            row["unlearn/weights_changed_share"] = int(self._changed) / self._changeable
         row["policy_entropy"] = float(self._policy_entropy) / max(self._policy_tokens, 1)
         row["grad_norm"] = sum(self._grad_norms) / max(len(self._grad_norms), 1)
         for stage, ratios in sorted(self._stages.items()):

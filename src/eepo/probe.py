@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn.functional import pad
 
 from eepo.batching import MicroBatch
 from eepo.policy import Policy, Scores
@@ -52,25 +52,30 @@ class Probe:
         whole, spread = rows[: max_rows // 4], rows[max_rows // 4 :]
         self.rows = [*whole, *spread[:: math.ceil(len(spread) / (max_rows - len(whole))) or 1]]
         self.scale = (population or len(pairs)) / len(self.rows)  # `loss` takes a share of these
-        self._seen: dict[int, tuple[Tensor, ...]] = dict.fromkeys(self.rows, ())
+        self._wanted = set(self.rows)
+        self._places: dict[int, int] = {}  # of rows that were seen, in `_seen` laid end to end
+        self._seen: list[Tensor] = []  # [columns of scores, rows, T]
 
     def see(self, batch: MicroBatch, scores: Scores) -> None:
         """Scores under θ of some of `pairs`."""
-        columns = [c.detach() for c in (scores.logprobs, scores.entropies, scores.complements) if c is not None]
-        for place, row in enumerate(batch.rows):
-            if row in self._seen:
-                length = len(self.pairs[row][1].token_ids)
-                self._seen[row] = tuple(column[place, :length] for column in columns)
+        own = {row: place for place, row in enumerate(batch.rows) if row in self._wanted}
+        if not own:
+            return
+        for row in own:
+            self._places[row] = len(self._places)
+        columns = (scores.logprobs, scores.entropies, scores.complements)
+        self._seen.append(torch.stack([c.detach() for c in columns if c is not None])[:, list(own.values())])
 
     @cached_property
     def before(self) -> list[tuple[MicroBatch, Scores, Tensor | None]]:
-        for batch in self.policy.micro_batches(self.pairs, [row for row, seen in self._seen.items() if not seen]):
+        for batch in self.policy.micro_batches(self.pairs, [row for row in self.rows if row not in self._places]):
             self.see(batch, self.policy.score(batch, self.temperature))
+        longest = max(part.shape[2] for part in self._seen)
+        seen = torch.cat([pad(part, (0, longest - part.shape[2])) for part in self._seen], 1)
         found = []
         for batch in self.policy.micro_batches(self.pairs, self.rows):
-            columns = zip(*(self._seen[row] for row in batch.rows), strict=True)
-            scores = Scores(*(pad_sequence(list(column), batch_first=True) for column in columns))
-            found.append((batch, scores, self.loss(batch, scores)))
+            own = seen[:, [self._places[row] for row in batch.rows], : batch.mask.shape[1]]
+            found.append((batch, scores := Scores(*own), self.loss(batch, scores)))
         return found
 
     def _moved(self, gradient: Mapping[str, Tensor], lr: float) -> dict[str, Tensor]:
