@@ -184,15 +184,19 @@ def run(plan: Plan, phase: str, num_jobs: int, regimes: Sequence[str], methods: 
     with progress.bar(f"{phase}, {num_jobs} at a time", len(waiting), 0) as bar, warm_processes(num_jobs) as pool:
         folders = {one: plan.out / phase / one.folder for one in waiting}
         runs = {pool.submit(train, plan.arguments(one, folder), folder): one for one, folder in folders.items()}
-        for ended in as_completed(runs):
-            one = runs[ended]
-            if trouble := ended.result():
-                failed += 1
-                progress.say(f"failed: {one.folder}: {trouble}")
-            else:
-                with record.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(line_of(one, folders[one])) + "\n")
-            bar.advance()
+        try:
+            for ended in as_completed(runs):
+                one = runs[ended]
+                if trouble := ended.result():
+                    failed += 1
+                    progress.say(f"failed: {one.folder}: {trouble}")
+                else:
+                    with record.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(line_of(one, folders[one])) + "\n")
+                bar.advance()
+        except BaseException:  # Ctrl-C, say: those at work save a checkpoint and end, the others are not begun
+            pool.shutdown(cancel_futures=True)
+            raise
     if failed:
         raise SystemExit(f"{failed} of {len(waiting)} runs failed; the same command tries them again")
 
@@ -334,6 +338,8 @@ def main() -> None:
             figures(plan, args.into, args.method)
     except UserError as error:
         raise SystemExit(f"error: {error}") from error
+    except KeyboardInterrupt:
+        raise SystemExit("stopped; the same command goes on") from None
 
 
 if __name__ == "__main__":
