@@ -89,20 +89,29 @@ def books(num_slots: int, num_lines: int, width: int) -> tuple[RowState, Outputs
 def drawn_by_both(
     logits: Tensor, sources: list[int], slots: list[int], temperature: float, ends: list[int], state: Any, outputs: Any
 ) -> tuple[RowState, Outputs]:
-    """What the kernel made of `state` and `outputs`, which is what the plain form makes of them."""
+    """What the kernels made of `state` and `outputs`, which is what the plain form makes of them."""
     inverse = torch.tensor([1 / temperature if temperature else 0.0])
     given = logits, torch.tensor(sources), torch.tensor(slots), inverse, torch.tensor(ends)
-    ours, theirs = copy.deepcopy((state, outputs)), copy.deepcopy((state, outputs))
-    draw_module.draw(*given, *ours)
+    theirs = copy.deepcopy((state, outputs))
     reference.draw(*given, *theirs)
-    for one, other in zip(ours, theirs, strict=True):
-        for part in fields(one):
-            got, expected = getattr(one, part.name), getattr(other, part.name)
-            if got.dtype.is_floating_point:
-                torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-5, msg=part.name)
-            else:
-                assert torch.equal(got, expected), part.name
+    for few_rows in (0, 99):
+        ours = copy.deepcopy((state, outputs))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(draw_module, "FEW_ROWS", few_rows)
+            draw_module.draw(*given, *ours)
+        for one, other in zip(ours, theirs, strict=True):
+            for part in fields(one):
+                got, expected = getattr(one, part.name), getattr(other, part.name)
+                if got.dtype.is_floating_point:
+                    torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-5, msg=part.name)
+                else:
+                    assert torch.equal(got, expected), part.name
     return ours
+
+
+@pytest.fixture(params=[0, 99], ids=["many", "few"])
+def however_many(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draw_module, "FEW_ROWS", request.param)
 
 
 def random_logits(rows: int, vocabulary: int, seed: int = 0) -> Tensor:
@@ -176,7 +185,7 @@ def test_draws_near_0_and_1_stay_on_tokens_that_can_be(draw: int) -> None:
         assert after.tokens.tolist() == [50, 59]
 
 
-def test_a_draw_of_0_does_not_leave_a_block_that_hardly_weighs() -> None:
+def test_a_draw_of_0_does_not_leave_a_block_that_hardly_weighs(however_many: None) -> None:
     logits = torch.full((1, 48), -100.0)
     logits[0, 40] = 3.0
     state, outputs = books(1, 1, 3)
@@ -188,7 +197,7 @@ def test_a_draw_of_0_does_not_leave_a_block_that_hardly_weighs() -> None:
 
 
 @pytest.mark.parametrize("size", [1e2, 1e4, 1e30])
-def test_huge_logits_overflow_nothing(size: float) -> None:
+def test_huge_logits_overflow_nothing(size: float, however_many: None) -> None:
     logits = random_logits(3, 40).sign() * size
     logits[0] = -size
     logits[1, 7] = 2 * size
@@ -203,6 +212,28 @@ def test_huge_logits_overflow_nothing(size: float) -> None:
     assert got.isfinite().all()
     torch.testing.assert_close(got.double(), expected[every, tokens], rtol=0, atol=1e-6 * size)
     assert outputs.entropies[state.outputs, state.num_drawn - 1].isfinite().all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_equal_logits_of_one_row(temperature: float) -> None:
+    """Draws at the borders of blocks, the last of which is not a whole one."""
+    for token in (0, 15, 16, 31, 32, 36):
+        state, outputs = books(1, 1, 3)
+        state.keys = torch.tensor([key_of(int((token + 0.5) / 37 * 2**53), 0)])
+        after, written = drawn_by_both(torch.full((1, 37), -2.5), [0], [0], temperature, [-1], state, outputs)
+        assert after.tokens.item() == (token if temperature else 0)
+        assert written.entropies[0, 0] == pytest.approx(math.log(37), abs=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_draw_a_token_of_the_vocabulary(temperature: float, however_many: None) -> None:
+    """A diverged model must not write beyond its books, nor read beyond its logits."""
+    state, outputs = books(2, 2, 3)
+    logits, every = random_logits(2, 37), torch.arange(2)
+    logits[0, ::2], logits[1, 36] = math.nan, math.nan  # the interpreter finds no largest where all are
+    inverse = torch.tensor([temperature])
+    draw_module.draw(logits, every, every, inverse, torch.tensor([-1]), state, outputs)
+    assert all(0 <= token < 37 for token in state.tokens.tolist())
 
 
 # --- attention over pages

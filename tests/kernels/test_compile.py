@@ -53,7 +53,9 @@ def compiled(kernel: Any, constants: dict[str, Any], card: int, num_warps: int, 
 @pytest.mark.parametrize("card", CARDS)
 def test_draws(card: int) -> None:
     constants = {"NUM_BLOCKS": 75, "PADDED_BLOCKS": 128, "BLOCK": draw.BLOCK, "NUM_ENDS": 2}
-    assert compiled(draw._draw_kernel, constants, card, 8)["cubin"]
+    assert compiled(draw._row_kernel, constants, card, 8)["cubin"]
+    assert compiled(draw._join_kernel, constants, card, 8)["cubin"]
+    assert compiled(draw._block_kernel, {"PADDED_BLOCKS": 128, "BLOCK": draw.BLOCK}, card, 4)["cubin"]
 
 
 @pytest.mark.parametrize("card", CARDS)

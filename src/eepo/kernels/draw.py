@@ -1,10 +1,12 @@
 """One draw for each row from its logits, and the row's books: the vocabulary is read once, and one block of it twice.
 
-What it draws is what `reference.draw` draws.
+What it draws is what `reference.draw` draws. Rows that are many are read by one program each. A few would leave most of
+the card idle: each of their blocks then has a program of its own, and a second kernel joins what these found.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch import Tensor
 from eepo.kernels.rows import Outputs, RowState
 
 BLOCK = 2048
+FEW_ROWS = 256  # up to so many, blocks are read side by side
 GOLDEN = tl.constexpr(-7046029254386353131)  # splitmix64's numbers, as int64
 MIX_1 = tl.constexpr(-4658895280553007687)
 MIX_2 = tl.constexpr(-7723592293110705685)
@@ -28,59 +31,46 @@ def _uniform(key, position):
 
 
 @triton.jit
-def _draw_kernel(
-    logits, logits_stride, sources, slots, inverse_temperature, ends,
+def _scale_of(inverse_temperature):
+    inverse = tl.load(inverse_temperature)
+    return tl.where(inverse == 0.0, 1.0, inverse)  # greedy reports the distribution at temperature 1
+
+
+@triton.jit
+def _values_of(row, block, scale, vocabulary, BLOCK: tl.constexpr):
+    place = block * BLOCK + tl.arange(0, BLOCK)
+    return tl.load(row + place, mask=place < vocabulary, other=float("-inf")).to(tl.float32) * scale
+
+
+@triton.jit
+def _masses_of(values, top):
+    """Relative to `top`; their sum, and that of each times its value."""
+    masses = tl.exp(values - tl.where(top == float("-inf"), 0.0, top))  # no token may be possible
+    return tl.sum(masses, 0), tl.sum(tl.where(masses > 0, masses * values, 0.0), 0)
+
+
+@triton.jit
+def _conclude(
+    row, scale, slot, block_tops, block_sums, top, total, weighted, inverse_temperature, ends,
     tokens, positions, num_drawn, limits, keys, outputs, live,
     out_tokens, out_logprobs, out_entropies, out_lengths, out_finished, out_stride,
     vocabulary,
     NUM_BLOCKS: tl.constexpr, PADDED_BLOCKS: tl.constexpr, BLOCK: tl.constexpr, NUM_ENDS: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    slot = tl.load(slots + program)
-    if tl.load(live + slot) == 0:
-        return
-    row = logits + tl.load(sources + program) * logits_stride
-    inverse = tl.load(inverse_temperature)
-    scale = tl.where(inverse == 0.0, 1.0, inverse)  # greedy reports the distribution at temperature 1
-    inside = tl.arange(0, BLOCK)
+    """Draws a block by what blocks weigh, then a token in it; and moves the row on."""
+    greedy = tl.load(inverse_temperature) == 0.0
     blocks = tl.arange(0, PADDED_BLOCKS)
-
-    top = float("-inf")  # running maximum, and sums relative to it
-    total = 0.0
-    weighted = 0.0
-    best_token = 0
-    block_tops = tl.full([PADDED_BLOCKS], float("-inf"), tl.float32)
-    block_sums = tl.zeros([PADDED_BLOCKS], tl.float32)
-    for block in range(NUM_BLOCKS):
-        place = block * BLOCK + inside
-        known = place < vocabulary
-        values = tl.load(row + place, mask=known, other=float("-inf")).to(tl.float32) * scale
-        block_top = tl.max(values, 0)
-        if block_top > top:
-            best_token = block * BLOCK + tl.argmax(values, 0)
-        new_top = tl.maximum(top, block_top)
-        zero = tl.where(new_top == float("-inf"), 0.0, new_top)  # no token so far can be
-        masses = tl.exp(values - zero)
-        block_sum = tl.sum(masses, 0)
-        total = total * tl.exp(top - zero) + block_sum
-        weighted = weighted * tl.exp(top - zero) + tl.sum(tl.where(masses > 0, masses * values, 0.0), 0)
-        top = new_top
-        block_tops = tl.where(blocks == block, new_top, block_tops)
-        block_sums = tl.where(blocks == block, block_sum, block_sums)
-
     position = tl.load(num_drawn + slot)
-    draw = _uniform(tl.load(keys + slot), position)
     cumulative = tl.cumsum((block_sums * tl.exp(block_tops - top)).to(tl.float64), 0)
-    target = draw * tl.max(cumulative, 0)
+    target = _uniform(tl.load(keys + slot), position) * tl.max(cumulative, 0)
     chosen = tl.minimum(tl.sum((cumulative <= target).to(tl.int32), 0), NUM_BLOCKS - 1)
+    chosen = tl.where(greedy, tl.argmax(block_tops, 0), chosen)  # the first of equals
     before = tl.max(tl.where(blocks < chosen, cumulative, 0.0), 0)
-    place = chosen * BLOCK + inside
-    known = place < vocabulary
-    values = tl.load(row + place, mask=known, other=float("-inf")).to(tl.float32) * scale
+    values = _values_of(row, chosen, scale, vocabulary, BLOCK)
     within = tl.cumsum(tl.exp(values - top).to(tl.float64), 0)
     target = tl.minimum(target - before, tl.max(within, 0) * (1.0 - 1e-12))  # rounding must not leave the block
-    sampled = chosen * BLOCK + tl.sum((within <= target).to(tl.int32), 0)
-    token = tl.where(inverse == 0.0, best_token, sampled)
+    inside = tl.where(greedy, tl.argmax(values, 0), tl.sum((within <= target).to(tl.int32), 0))
+    token = tl.minimum(chosen * BLOCK + inside, vocabulary - 1)  # whatever logits hold, no other row is read
 
     log_total = top + tl.log(total)
     line = tl.load(outputs + slot) * out_stride + position
@@ -96,6 +86,91 @@ def _draw_kernel(
     tl.store(live + slot, ((position + 1 < tl.load(limits + slot)) & (ended == 0)).to(tl.int32))
 
 
+@triton.jit
+def _row_kernel(
+    logits, logits_stride, sources, slots, inverse_temperature, ends,
+    tokens, positions, num_drawn, limits, keys, outputs, live,
+    out_tokens, out_logprobs, out_entropies, out_lengths, out_finished, out_stride,
+    vocabulary,
+    NUM_BLOCKS: tl.constexpr, PADDED_BLOCKS: tl.constexpr, BLOCK: tl.constexpr, NUM_ENDS: tl.constexpr,
+):  # fmt: skip
+    """One program a row: block after block, sums relative to the highest value so far."""
+    slot = tl.load(slots + tl.program_id(0))
+    if tl.load(live + slot) == 0:
+        return
+    row = logits + tl.load(sources + tl.program_id(0)) * logits_stride
+    scale = _scale_of(inverse_temperature)
+    blocks = tl.arange(0, PADDED_BLOCKS)
+    top = float("-inf")
+    total = 0.0
+    weighted = 0.0
+    block_tops = tl.full([PADDED_BLOCKS], float("-inf"), tl.float32)
+    block_sums = tl.zeros([PADDED_BLOCKS], tl.float32)
+    for block in range(NUM_BLOCKS):
+        values = _values_of(row, block, scale, vocabulary, BLOCK)
+        new_top = tl.maximum(top, tl.max(values, 0))
+        fade = tl.exp(top - tl.where(new_top == float("-inf"), 0.0, new_top))
+        block_sum, block_weighted = _masses_of(values, new_top)
+        total = total * fade + block_sum
+        weighted = weighted * fade + block_weighted
+        top = new_top
+        block_tops = tl.where(blocks == block, new_top, block_tops)
+        block_sums = tl.where(blocks == block, block_sum, block_sums)
+    _conclude(
+        row, scale, slot, block_tops, block_sums, top, total, weighted, inverse_temperature, ends,
+        tokens, positions, num_drawn, limits, keys, outputs, live,
+        out_tokens, out_logprobs, out_entropies, out_lengths, out_finished, out_stride, vocabulary,
+        NUM_BLOCKS, PADDED_BLOCKS, BLOCK, NUM_ENDS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _block_kernel(logits, logits_stride, sources, slots, inverse_temperature, live, parts, vocabulary,
+                  PADDED_BLOCKS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """One program a row and block: the block's highest value, and sums relative to it."""
+    row, block = tl.program_id(0), tl.program_id(1)
+    if tl.load(live + tl.load(slots + row)) == 0:
+        return
+    source = logits + tl.load(sources + row) * logits_stride
+    values = _values_of(source, block, _scale_of(inverse_temperature), vocabulary, BLOCK)
+    top = tl.max(values, 0)
+    block_sum, block_weighted = _masses_of(values, top)
+    part = parts + row * 3 * PADDED_BLOCKS + block
+    tl.store(part, top)
+    tl.store(part + PADDED_BLOCKS, block_sum)
+    tl.store(part + 2 * PADDED_BLOCKS, block_weighted)
+
+
+@triton.jit
+def _join_kernel(
+    parts, logits, logits_stride, sources, slots, inverse_temperature, ends,
+    tokens, positions, num_drawn, limits, keys, outputs, live,
+    out_tokens, out_logprobs, out_entropies, out_lengths, out_finished, out_stride,
+    vocabulary,
+    NUM_BLOCKS: tl.constexpr, PADDED_BLOCKS: tl.constexpr, BLOCK: tl.constexpr, NUM_ENDS: tl.constexpr,
+):  # fmt: skip
+    """One program a row, after those of its blocks."""
+    slot = tl.load(slots + tl.program_id(0))
+    if tl.load(live + slot) == 0:
+        return
+    blocks = tl.arange(0, PADDED_BLOCKS)
+    part = parts + tl.program_id(0) * 3 * PADDED_BLOCKS + blocks
+    there = blocks < NUM_BLOCKS
+    block_tops = tl.load(part, mask=there, other=float("-inf"))
+    block_sums = tl.load(part + PADDED_BLOCKS, mask=there, other=0.0)
+    block_weighted = tl.load(part + 2 * PADDED_BLOCKS, mask=there, other=0.0)
+    top = tl.max(block_tops, 0)
+    fade = tl.exp(block_tops - top)
+    row = logits + tl.load(sources + tl.program_id(0)) * logits_stride
+    _conclude(
+        row, _scale_of(inverse_temperature), slot, block_tops, block_sums, top, tl.sum(block_sums * fade, 0),
+        tl.sum(block_weighted * fade, 0), inverse_temperature, ends,
+        tokens, positions, num_drawn, limits, keys, outputs, live,
+        out_tokens, out_logprobs, out_entropies, out_lengths, out_finished, out_stride, vocabulary,
+        NUM_BLOCKS, PADDED_BLOCKS, BLOCK, NUM_ENDS,
+    )  # fmt: skip
+
+
 def draw(
     logits: Tensor,  # [P, V]
     sources: Tensor,  # [B] int64: the row of `logits` each draw is from
@@ -107,11 +182,19 @@ def draw(
 ) -> None:
     """Draws for those of `slots` that are live, writes them into `outputs`, moves their `state` on."""
     num_blocks = triton.cdiv(logits.shape[1], BLOCK)
-    _draw_kernel[(len(slots),)](
-        logits, logits.stride(0), sources, slots, inverse_temperature, ends,
-        state.tokens, state.positions, state.num_drawn, state.limits, state.keys, state.outputs, state.live,
+    padded = triton.next_power_of_2(num_blocks)
+    given = logits, logits.stride(0), sources, slots, inverse_temperature
+    books = (
+        ends, state.tokens, state.positions, state.num_drawn, state.limits, state.keys, state.outputs, state.live,
         outputs.tokens, outputs.logprobs, outputs.entropies, outputs.lengths, outputs.finished,
         outputs.tokens.stride(0), logits.shape[1],
-        NUM_BLOCKS=num_blocks, PADDED_BLOCKS=triton.next_power_of_2(num_blocks), BLOCK=BLOCK, NUM_ENDS=len(ends),
-        num_warps=8,
     )  # fmt: skip
+    sizes = {"NUM_BLOCKS": num_blocks, "PADDED_BLOCKS": padded, "BLOCK": BLOCK, "NUM_ENDS": len(ends)}
+    if len(slots) > FEW_ROWS:
+        _row_kernel[(len(slots),)](*given, *books, **sizes, num_warps=8)
+        return
+    parts = torch.empty(len(slots), 3, padded, device=logits.device)  # highest values, sums, sums weighted by value
+    _block_kernel[(len(slots), num_blocks)](
+        *given, state.live, parts, logits.shape[1], PADDED_BLOCKS=padded, BLOCK=BLOCK, num_warps=4
+    )
+    _join_kernel[(len(slots),)](parts, *given, *books, **sizes, num_warps=8)
