@@ -6,6 +6,7 @@ sixteenth, and so would the ratio of the two.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from eepo import kernels
+
+Product = Callable[[Tensor, Tensor], Tensor]  # [N, H], [V, H] -> [N, V] fp32
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,8 @@ class Head:
         cap = getattr(config, "final_logit_softcapping", None) or 0.0
         return cls(projection.weight, getattr(projection, "bias", None), scale, cap)
 
-    def logits(self, hidden: Tensor) -> Tensor:  # [N, H] -> [N, V] fp32
-        logits = _product(hidden, self.weight)
+    def logits(self, hidden: Tensor, product: Product | None = None) -> Tensor:  # [N, H] -> [N, V] fp32
+        logits = (product or wide_product)(hidden, self.weight)
         if self.bias is not None:
             logits += self.bias
         if self.scale != 1.0:
@@ -112,7 +115,7 @@ class _Rounded(Head):
         super().__init__(head.weight.detach().to(dtype), head.bias, head.scale, head.cap)
 
 
-def _product(rows: Tensor, matrix: Tensor) -> Tensor:
+def wide_product(rows: Tensor, matrix: Tensor) -> Tensor:
     """[N, H], [V, H] -> [N, V] fp32, which half types sum in anyway."""
     if rows.is_cuda and rows.dtype != torch.float32:
         return torch.mm(rows, matrix.t(), out_dtype=torch.float32)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 from eepo import head as plain_head
 from eepo import kernels
@@ -26,6 +27,11 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from eepo.kernels import draw as draw_module
 from eepo.kernels import head as head_module
 from eepo.kernels import paged_attention as attention_module
+from eepo.kernels import thin_product as product_module
+from eepo.rollout import thin
+from eepo.rollout.paged import PagedEngine
+from eepo.rollout.transformers import TransformersEngine
+from eepo.types import Prompt, Sampling
 
 CPU = torch.device("cpu")
 INF = math.inf
@@ -404,3 +410,94 @@ def test_rows_of_logits_may_lie_apart() -> None:
     got = head_module.stats(wide[:, :37], targets, 1.0)
     expected = head_module.stats(wide[:, :37].contiguous(), targets, 1.0)
     assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+
+
+# --- products of few rows
+
+
+def multiplied_by_both(
+    num_rows: int, num_columns: int, length: int, splits: int, bias: bool, kind: Any = torch.float32, **options: Any
+) -> Tensor:
+    generator = torch.Generator().manual_seed(5)
+    x, matrix = (torch.randn(n, length + 3, generator=generator).to(kind)[:, :length] for n in (num_rows, num_columns))
+    added = torch.randn(num_columns, generator=generator).to(kind) if bias else None
+    tile = product_module.Tile(columns=16, depth=16, splits=splits)
+    got = product_module.thin_product(x, matrix, added, tile=tile, **options)
+    expected = reference.thin_product(x, matrix, added, **options)
+    assert got.dtype == expected.dtype
+    close = {"rtol": 1e-5, "atol": 1e-4} if kind == torch.float32 else {"rtol": 2e-3, "atol": 2e-3}
+    torch.testing.assert_close(got, expected, **close)
+    return got
+
+
+@pytest.mark.parametrize("splits", [1, 2, 8])  # of three blocks: some of eight programs have none
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("num_rows", "num_columns", "length"), [(1, 16, 48), (3, 37, 48), (17, 20, 37), (16, 5, 7)])
+def test_products_of_few_rows(num_rows: int, num_columns: int, length: int, bias: bool, splits: int) -> None:
+    multiplied_by_both(num_rows, num_columns, length, splits, bias)
+
+
+def test_products_of_half_types_are_summed_and_may_be_kept_in_fp32() -> None:
+    for splits in (1, 2):
+        for dtype in (torch.float16, torch.float32):
+            assert multiplied_by_both(3, 20, 40, splits, True, torch.float16, dtype=dtype).dtype == dtype
+
+
+def test_a_matrix_that_lies_the_other_way() -> None:
+    x, matrix = torch.randn(32, 3).t(), torch.randn(32, 20).t()
+    torch.testing.assert_close(product_module.thin_product(x, matrix), x @ matrix.t(), rtol=1e-5, atol=1e-4)
+
+
+def test_sums_are_shared_where_columns_are_few() -> None:
+    assert [product_module.num_splits(*n) for n in ((32, 86), (32, 16), (32, 3), (172, 16), (2374, 16))] == [
+        8,
+        8,
+        1,
+        2,
+        1,
+    ]
+    assert product_module.tile_for(8).columns < product_module.tile_for(128).columns
+
+
+# --- the engine, with kernels
+
+
+def tiny_model() -> Any:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=53, hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, eos_token_id=1, bos_token_id=None, pad_token_id=0, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for weight in model.parameters():
+        weight.data.mul_(5)  # far from uniform
+    return model
+
+
+class Wordless:
+    eos_token_id = 1
+
+    def batch_decode(self, rows: Any, **options: Any) -> list[str]:
+        return [""] * len(rows)
+
+
+@pytest.mark.parametrize(("few_rows", "most_rows"), [(0, 0), (99, 0), (99, 8)])
+def test_the_engine_draws_the_same_with_any_of_them(
+    few_rows: int, most_rows: int, splits: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    splits(1)
+    monkeypatch.setattr(draw_module, "FEW_ROWS", few_rows)
+    monkeypatch.setattr(thin, "MOST_ROWS", most_rows)
+    monkeypatch.setattr(thin, "TYPES", {torch.float32})
+    monkeypatch.setattr(product_module, "tile_for", lambda num_rows: product_module.Tile(columns=32, splits=1))
+    prompts = [Prompt(str(place), "", ids) for place, ids in enumerate([(5, 9, 30), (7,), (3, 3, 8, 40)])]
+    sampling = Sampling(temperature=0.8, max_new_tokens=4, seed=3)
+    model = tiny_model()
+    engine = PagedEngine(copy.deepcopy(model), Wordless())
+    assert engine.unusable() == ""
+    assert engine._thin == bool(most_rows)
+    got = engine.generate(prompts, 2, sampling)
+    expected = TransformersEngine(model, Wordless()).generate(prompts, 2, sampling)
+    assert [[one.token_ids for one in group] for group in got] == [[one.token_ids for one in g] for g in expected]
+    logprobs = [[lp for group in groups for one in group for lp in one.logprobs] for groups in (got, expected)]
+    assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)
