@@ -5,6 +5,8 @@ the card too few programs, several share the columns of one, each over a stretch
 parts, always in the same order.
 """
 
+# mypy: disallow-untyped-defs=False
+# (Triton has types of its own)
 from __future__ import annotations
 
 from typing import NamedTuple
