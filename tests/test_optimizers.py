@@ -316,10 +316,10 @@ def test_no_closure_is_taken() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", COMPACT)
-def test_the_compiled_update_is_the_plain_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_is_the_plain_update(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
-    for compiled in (True, False):
-        monkeypatch.setattr(optimizers, "can_compile", lambda compiled=compiled: compiled)
+    for switch in ("1", "0"):
+        monkeypatch.setenv("EEPO_KERNELS", switch)
         torch.manual_seed(0)
         weights = [nn.Parameter(torch.randn(number, device="cuda")) for number in (7, 896, 2**16, 2**20, 100_000)]
         optimizer = built(name, weights)

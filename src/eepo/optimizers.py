@@ -5,27 +5,27 @@ between numbers, so that rounding to the nearest would keep it where it is for e
 at random, up or down with the chances that keep the mean exact. These draws are a hash of (seed, step, tensor, place):
 no generator exists, so a resumed run draws the same.
 
-The update goes slice by slice, so nothing as large as the model is ever copied. Not here: gradients in bf16, and
-steps inside the backward pass (clipping needs the norm of the whole gradient first). docs/performance.md says why.
+With Triton an update is one kernel; otherwise it goes slice by slice, so that nothing as large as the model is ever
+copied. Not here: gradients in bf16, and steps inside the backward pass (clipping needs the norm of the whole gradient
+first). docs/performance.md says why.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
-import os
-import shutil
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from eepo import kernels
+
 BETA_1, BETA_2, EPS = 0.9, 0.999, 1e-8  # torch's
 BLOCK = 256  # numbers that share a scale in 8 bits
-SLICE = 2**22  # weights in one update where it is not compiled: its temporaries are this large
+SLICE = 2**22  # weights in one update where it is no kernel: its temporaries are this large
 FIRST_LEVELS, SECOND_LEVELS = 127, 255  # of a share of the block's largest: signed, unsigned
 MOMENT_BYTES = {"adamw": 8.0, "adamw_bf16": 4.0, "adamw_8bit": 2 + 2 * 4 / BLOCK}  # a weight, both moments
 BF16 = ("exp_avg", "exp_avg_sq")  # what the state of a weight holds beside its step, in the order of an update
@@ -56,7 +56,7 @@ class CompactAdamW(torch.optim.Optimizer):
         self.seed = seed
         self._moments = EIGHT_BIT if eight_bit else BF16
         self._new_moments: Callable[[Tensor], State] = _new_8bit if eight_bit else _new_bf16
-        self._update: Callable[..., None] = _update_8bit if eight_bit else _update_bf16
+        self._plain_update: Callable[..., None] = _update_8bit if eight_bit else _update_bf16
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -97,17 +97,25 @@ class CompactAdamW(torch.optim.Optimizer):
                 numbers[step] = _numbers(lr, weight_decay, step, self.seed, weight.device)
             assert weight.grad is not None
             flat = [weight, weight.grad.contiguous(), *(state[name] for name in self._moments)]
-            tensors = [tensor.view(-1).data for tensor in flat]  # .data: a compiled update asks less of what is no view
-            if weight.device.type == "cuda" and can_compile():
-                _compiled(self._update)(*tensors, *numbers[step], index + 2, 0)  # + 2: 0 and 1 are compiled apart
-                continue
-            for start in range(0, weight.numel(), SLICE):
-                parts = [_part(tensor, start, weight.numel()) for tensor in tensors]
-                self._update(*parts, *numbers[step], index + 2, start)
+            self._update([tensor.view(-1) for tensor in flat], *numbers[step], index)
+
+    def _update(self, tensors: list[Tensor], rates: Tensor, key: Tensor, index: int) -> None:
+        if kernels.available(rates.device):
+            return self._kernel()(*tensors, rates, key, index)
+        for start in range(0, len(tensors[0]), SLICE):
+            parts = [_part(tensor, start, len(tensors[0])) for tensor in tensors]
+            self._plain_update(*parts, rates, key, index, start)
+
+    def _kernel(self) -> Callable[..., None]:
+        from eepo.kernels import adamw
+
+        if self._moments is BF16:
+            return partial(adamw.update_bf16, betas=(BETA_1, BETA_2), eps=EPS)
+        return partial(adamw.update_8bit, betas=(BETA_1, BETA_2), eps=EPS, levels=(FIRST_LEVELS, SECOND_LEVELS))
 
 
 def _numbers(lr: float, weight_decay: float, step: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """What changes from step to step, as tensors [3] and [2], so that a compiled update is compiled once."""
+    """What changes from step to step, as tensors [3] and [2] on the device."""
     rates = torch.tensor([lr / (1 - BETA_1**step), (1 - BETA_2**step) ** -0.5, lr * weight_decay])
     digest = hashlib.blake2b(f"{seed}\0{step}".encode(), digest_size=8).digest()
     key = torch.frombuffer(bytearray(digest), dtype=torch.int32)
@@ -118,19 +126,6 @@ def _part(tensor: Tensor, start: int, num_weights: int) -> Tensor:
     """What belongs to a slice: of as many numbers as there are weights (or up to a whole block), or of scales."""
     per_number = 1 if len(tensor) >= num_weights else BLOCK
     return tensor[start // per_number : (start + SLICE) // per_number]
-
-
-@cache
-def can_compile() -> bool:
-    """Whether Triton can write one kernel for an update. It needs a C compiler, too."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    return compiler is not None and importlib.util.find_spec("triton") is not None
-
-
-@cache
-def _compiled(update: Callable[..., None]) -> Callable[..., None]:
-    """Without temporaries, so it takes a whole tensor at once."""
-    return torch.compile(update, dynamic=True)
 
 
 # --- the update of one tensor, or of a slice --------------------------------------------------------------------------
@@ -244,7 +239,7 @@ def _draws(like: Tensor, key: Tensor, index: int, start: int) -> Tensor:
 
 
 def _mixed(value: Tensor) -> Tensor:
-    """A 32-bit mixer. Its words are held in int64: compiled code does not always keep int32 in 32 bits."""
+    """A 32-bit mixer. torch has no unsigned words, so they are held in int64."""
     value = (value ^ value >> 16) * 0x7FEB352D & WORD
     value = (value ^ value >> 15) * (0x846CA68B - 2**32) & WORD
     return value ^ value >> 16
