@@ -49,9 +49,7 @@ def test_where_torch_cannot_compile_one_line_says_so(new_model: Any, caplog: pyt
     model = new_model("llama")
     with caplog.at_level(logging.WARNING, "eepo.compiled"):
         assert not compile_layers(model)
-    assert [record.getMessage() for record in caplog.records] == [
-        "layers are not compiled: that needs a GPU and Triton"
-    ]
+    assert [record.getMessage() for record in caplog.records] == ["layers are not compiled: that needs a GPU"]
     assert not any(layer._compiled_call_impl for layer in decoder_layers(model))
 
 

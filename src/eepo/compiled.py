@@ -4,7 +4,6 @@ all of them, and all sizes of a batch.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 import torch._dynamo
 from torch import nn
 
+from eepo import kernels
 from eepo.config import compiles
 
 log = logging.getLogger(__name__)
@@ -24,13 +24,13 @@ def wants_compiling(model: Any, choice: str) -> bool:
 
 
 def can_compile(model: Any) -> bool:
-    return model.device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    return model.device.type == "cuda" and not kernels.lacking()
 
 
 def compile_layers(model: Any) -> bool:
     """In place; names of weights stay. False, with one line, where torch cannot compile for the device."""
     if not can_compile(model):
-        log.warning("layers are not compiled: that needs a GPU and Triton")
+        log.warning("layers are not compiled: %s", kernels.lacking() or "that needs a GPU")
         return False
     # A policy, its reference and an engine share the code of a layer, and ask it in several modes each.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,17 +26,42 @@ def test_without_a_gpu_the_plain_forms_are_chosen(monkeypatch: pytest.MonkeyPatc
     assert kernels.chosen("paged_attention", CPU) is reference.paged_attention
 
 
+@pytest.fixture
+def unsure() -> Iterator[None]:
+    """What this machine lacks is looked up again, before and after."""
+    kernels.lacking.cache_clear()
+    yield
+    kernels.lacking.cache_clear()
+
+
+@pytest.mark.usefixtures("unsure")
 def test_kernels_need_triton_and_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda")
     monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setenv("CC", "gcc")
     assert kernels.available(gpu)
     monkeypatch.setenv("EEPO_KERNELS", "0")
     assert not kernels.available(gpu)
     monkeypatch.delenv("EEPO_KERNELS")
+    kernels.lacking.cache_clear()
     monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
     assert not kernels.available(gpu)
+    assert kernels.missing() == "Triton is not installed"
     assert kernels.chosen("draw", gpu) is reference.draw
     assert "eepo.kernels.draw" not in sys.modules or kernels.chosen("draw", gpu) is reference.draw
+
+
+@pytest.mark.usefixtures("unsure")
+def test_triton_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "no C compiler" in kernels.missing()
+    assert not kernels.available(torch.device("cuda"))
+    kernels.lacking.cache_clear()
+    (tmp_path / "clang").write_text("")
+    (tmp_path / "clang").chmod(0o755)
+    assert kernels.missing() == ""
 
 
 # --- draw

@@ -7,17 +7,32 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import shutil
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 
 
+@cache
+def lacking() -> str:
+    """What Triton lacks to run on a GPU, in a few words."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if not os.environ.get("CC") and not any(map(shutil.which, ("gcc", "clang", "cc"))):
+        return "Triton finds no C compiler (gcc, clang, or what CC names)"
+    return ""
+
+
+def missing() -> str:
+    """What keeps our kernels from running there. `EEPO_KERNELS=0` does, to compare or to find a fault."""
+    return "EEPO_KERNELS is 0" if os.environ.get("EEPO_KERNELS") == "0" else lacking()
+
+
 def available(device: torch.device) -> bool:
-    """Whether kernels can run on tensors of `device`. `EEPO_KERNELS=0` says no, to compare or to find a fault."""
-    if os.environ.get("EEPO_KERNELS") == "0" or importlib.util.find_spec("triton") is None:
-        return False
-    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    """Whether kernels can run on tensors of `device`."""
+    return (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1") and not missing()
 
 
 def chosen(name: str, device: torch.device) -> Callable[..., Any]:

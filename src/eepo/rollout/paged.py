@@ -52,8 +52,8 @@ class PagedEngine(TransformersEngine):
 
     def unusable(self) -> str:
         """Why, in a few words; nothing if the paged model says what the family's own attention says."""
-        if self.device.type == "cuda" and not kernels.available(self.device):
-            return "Triton is not installed"
+        if self.device.type == "cuda" and (missing := kernels.missing()):
+            return missing
         ids = torch.arange(1, 2 * PAGE // 3, device=self.device).unsqueeze(0) % self.model.config.vocab_size
         with torch.inference_mode():
             usual = self.model.config._attn_implementation
