@@ -18,16 +18,16 @@ Points = Mapping[str, Sequence[tuple[float, float]]]  # of a method or a value: 
 
 
 def frontier_figure(sets: Mapping[str, tuple[Points, Points]], measure: str) -> Figure | None:
-    """For each evaluation set: what the first method's tuning runs reached, by value, and all methods as reported."""
+    """For each evaluation set: a line, what one method reaches with each value of its knob; others as points."""
 
     @styled
     def draw(_runs: Sequence[object]) -> Figure:
         figure, panels = new_panels(len(sets), height=2.6, width=WIDTH)
         shown: dict[str, None] = {}
-        for axes, (name, (tuned, reported)) in zip(panels, sets.items(), strict=True):
-            line = [(value, *_middle(seeds)) for value, seeds in sorted(tuned.items(), key=lambda one: float(one[0]))]
-            axes.plot([x for _, x, _ in line], [y for _, _, y in line], color="#808080", marker=".", zorder=1)
-            for value, x, y in line:
+        for axes, (name, (line, reported)) in zip(panels, sets.items(), strict=True):
+            along = [(value, *_middle(seeds)) for value, seeds in sorted(line.items(), key=lambda one: float(one[0]))]
+            axes.plot([x for _, x, _ in along], [y for _, _, y in along], color="#808080", marker=".", zorder=1)
+            for value, x, y in along:
                 axes.annotate(value, (x, y), fontsize=5, color="#606060", xytext=(2, 2), textcoords="offset points")
             for method, seeds in reported.items():
                 shown[method] = None

@@ -8,10 +8,10 @@
 
 A plan (TOML) names regimes (a recipe and knobs), methods (knobs, and one knob with the values it is tuned over: as many
 for each method), the seeds of both phases, and the measures by whose mean tuning chooses (`objective`, of the plan or
-of a method). A method also has the knobs of those in its `base`, tuned: tune these first (`--method`). One that is
-`tuned_with` another chooses among that one's runs. Every finished run becomes one line of OUT/tune.jsonl or
-OUT/report.jsonl; the same command goes on where it stopped, from the lines alone if the runs are gone. Tables compare
-with the first method, paired by seed, with 95 % intervals.
+of a method). A method also has the knobs of those in its `base`, tuned: tune these first (`--method`). One that says
+`every_value` is not tuned but reported with each of its values: what the knob trades, a line in a figure. Every
+finished run becomes one line of OUT/tune.jsonl or OUT/report.jsonl; the same command goes on where it stopped, from the
+lines alone if the runs are gone. Tables compare with the first method, paired by seed, with 95 % intervals.
 """
 
 from __future__ import annotations
@@ -105,26 +105,28 @@ class Plan:
         found = []
         for seed in self.tables["seeds"][phase]:
             for regime in regimes or self.tables["regimes"]:
-                for name, method in self.methods(regime):
-                    if methods and name not in methods:
-                        continue
-                    values = [str(value) for value in method.get("values", [])]
-                    if phase == "report":
-                        values = [self.value(regime, name)]
-                    elif "tuned_with" in method:
-                        continue
-                    found += [Run(regime, name, value, seed) for value in values]
+                for name, _ in self.methods(regime):
+                    if not methods or name in methods:
+                        found += [Run(regime, name, value, seed) for value in self.values(phase, regime, name)]
         return found
+
+    def values(self, phase: str, regime: str, name: str) -> list[str]:
+        """Of the knob that a method is tuned over: those that this phase runs."""
+        method = self.tables["methods"][name]
+        every = [str(value) for value in method.get("values", [])]
+        if method.get("every_value"):
+            return every if phase == "report" else []
+        return [self.value(regime, name)] if phase == "report" else every
 
     def value(self, regime: str, name: str) -> str:
         """Of the knob that is tuned: the one whose tuning runs are best, by its measures; "" without one."""
         method = self.tables["methods"][name]
-        if "tune" not in method:
+        if "values" not in method:
             return ""
         scores: dict[str, list[float]] = {}
         measures = method.get("objective", self.tables["objective"])
         for line in lines(self.out / "tune.jsonl"):
-            if (line["regime"], line["method"]) == (regime, method.get("tuned_with", name)):
+            if (line["regime"], line["method"]) == (regime, name):
                 scores.setdefault(line["value"], []).append(objective(line, measures))
         if not scores:
             raise UserError(f"{regime}, {name}: nothing is tuned yet; run --phase tune --method {name} first")
@@ -233,8 +235,11 @@ def tables(plan: Plan) -> str:
     parts = []
     for regime in plan.tables["regimes"]:
         here = [line for line in found if line["regime"] == regime]
-        names = [name for name, _ in plan.methods(regime) if any(line["method"] == name for line in here)]
-        methods = {name: [line for line in here if line["method"] == name] for name in names}
+        methods: dict[str, list[dict[str, Any]]] = {}
+        for name, _ in plan.methods(regime):
+            for line in here:
+                if line["method"] == name:
+                    methods.setdefault(_title(line), []).append(line)
         if not methods:
             continue
         parts.append(_table(f"{regime}, training", ["", "seeds", *TOLD.values()], map(_training_row, methods.values())))
@@ -284,32 +289,33 @@ def _row(base: Sequence[dict[str, Any]], own: Sequence[dict[str, Any]], where: s
 
 def figures(plan: Plan, into: Path, methods: Sequence[str]) -> None:
     into.mkdir(parents=True, exist_ok=True)
-    found = [line for line in lines(plan.out / "report.jsonl") if not methods or line["method"] in methods]
+    lined = {name for name, method in plan.tables["methods"].items() if method.get("every_value")}
+    found = [line for line in lines(plan.out / "report.jsonl") if not methods or line["method"] in {*methods, *lined}]
     for regime in plan.tables["regimes"]:
-        lines_here = [line for line in found if line["regime"] == regime]
-        here = [as_run(line) for line in lines_here]
+        here = [line for line in found if line["regime"] == regime]
+        line = [one for one in here if one["method"] in lined]
+        points = [one for one in here if one["method"] not in lined]
         drawn = {
-            "exploration": exploration_figure(here) if here else None,
-            "pass_at_k": pass_at_k_figure(here) if here else None,
-            "frontier": frontier_figure(_frontiers(plan, regime, lines_here), FRONTIER),
+            "exploration": exploration_figure(list(map(as_run, points))) if points else None,
+            "pass_at_k": pass_at_k_figure(list(map(as_run, points))) if points else None,
+            "frontier": frontier_figure(_frontiers(line, points), FRONTIER),
         }
         for name, figure in drawn.items():
             if figure is not None:
                 (into / f"{regime}_{name}.png").write_bytes(image_bytes(figure, "png"))
 
 
-def _frontiers(plan: Plan, regime: str, here: Sequence[dict[str, Any]]) -> dict[str, tuple[Points, Points]]:
-    first = next(iter(plan.tables["methods"]))
-    tried = [line for line in lines(plan.out / "tune.jsonl") if (line["regime"], line["method"]) == (regime, first)]
-
-    def points(some: Sequence[dict[str, Any]], name: str, where: str) -> Points:
+def _frontiers(
+    line: Sequence[dict[str, Any]], points: Sequence[dict[str, Any]]
+) -> dict[str, tuple[Points, Points]]:  # by evaluation set
+    def of(some: Sequence[dict[str, Any]], name: str, where: str) -> Points:
         found: dict[str, list[tuple[float, float]]] = {}
-        for line in some:
-            found.setdefault(line[name], []).append((final(line, where, "mean"), final(line, where, FRONTIER)))
+        for one in some:
+            found.setdefault(one[name], []).append((final(one, where, "mean"), final(one, where, FRONTIER)))
         return found
 
-    sets = records.evaluation_sets([as_run(line) for line in here])
-    return {where: (points(tried, "value", where), points(here, "method", where)) for where in sets}
+    sets = records.evaluation_sets([as_run(one) for one in points])
+    return {where: (of(line, "value", where), of(points, "method", where)) for where in sets}
 
 
 def main() -> None:

@@ -76,10 +76,9 @@ def test_the_value_with_the_best_mean_over_seeds_is_reported_and_inherited(study
         assert part in command
     plan.tables["methods"]["grpo"]["objective"] = ["in_range/mean"]
     assert plan.value("dense", "grpo") == "1e-5"
-    plan.tables["methods"]["gentle"] = {"tune": "training.learning_rate", "tuned_with": "grpo"}
-    assert plan.value("dense", "gentle") == "1e-5"
-    assert not plan.runs("tune", [], ["gentle"])
-    assert [one.value for one in plan.runs("report", ["dense"], ["gentle"])] == ["1e-5"] * 3
+    plan.tables["methods"]["rates"] = PLAN["methods"]["grpo"] | {"every_value": True}
+    assert not plan.runs("tune", [], ["rates"])
+    assert [one.value for one in plan.runs("report", ["dense"], ["rates"])] == ["1e-5", "1e-4"] * 3
     with pytest.raises(UserError, match="finite, grpo: nothing is tuned yet"):
         plan.runs("report", ["finite"], [])
     with pytest.raises(UserError, match="dence is not in the plan; allowed: dense, finite"):
@@ -105,8 +104,10 @@ def test_tables_are_paired_by_seed(study: Any, plan: Any, tmp_path: Path) -> Non
 def test_a_difference_that_is_none_by_chance_is_bold(study: Any, plan: Any, tmp_path: Path) -> None:
     reported = [line("grpo", "1e-5", seed, greedy) for seed, greedy in enumerate((0.3, 0.5, 0.4))]
     reported += [line("eepo", "", seed, greedy) for seed, greedy in enumerate((0.5, 0.71, 0.6))]
+    reported += [line("eepo", "7", seed, greedy) for seed, greedy in enumerate((0.1, 0.2, 0.3))]
     write(tmp_path / "report.jsonl", reported)
     assert "0.603<br>**+0.203 [+0.189, +0.218]**" in study.tables(plan)
+    assert "| eepo 7 | 3 |" in study.tables(plan)  # another value is another line
 
 
 def test_a_real_run_becomes_a_line_once(study: Any, tmp_path: Path) -> None:
