@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from eepo.rollout import thin
+
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py") if "argparse" in path.read_text(encoding="utf-8"))
 
@@ -37,3 +39,16 @@ def test_a_rollout_benchmark_compares_engines_on_forced_lengths(monkeypatch: Any
     printed = capsys.readouterr().out
     assert printed.count("| eepo |") == printed.count("| generate |") == 2
     assert printed.count("times generate") == 2
+
+
+def test_a_benchmark_of_few_rows_adds_up_products_and_profiles_a_step(monkeypatch: Any, capsys: Any) -> None:
+    run("few_rows.py", ["--shapes", "tiny", "--rows", "2,4", "--draws", "1"], monkeypatch)
+    printed = capsys.readouterr().out
+    assert printed.count("| gate+up |") == printed.count("| head |") == 2
+    assert "| rows | torch | best | best, packed |" in printed
+    monkeypatch.setattr(thin, "MOST_ROWS", 0)  # the script sets it: put back afterwards
+    run("few_rows.py", ["--profile", "tiny", "--length", "70", "--profile-rows", "2,3", "--thin", "2"], monkeypatch)
+    printed = capsys.readouterr().out
+    assert "tiny, 2 rows of 70 tokens" in printed
+    assert "tiny, 3 rows of 70 tokens" in printed
+    assert "| aten::mm |" in printed

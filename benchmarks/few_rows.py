@@ -1,0 +1,307 @@
+"""A decode step with few live rows: its matrix products and its draw, against the time to read what they read.
+
+    python benchmarks/few_rows.py  # products of two shapes by torch and by `thin_product`, and draws
+    python benchmarks/few_rows.py --profile 3B --compiled [--thin 64]  # the kernels of one step of the engine
+
+Products run in CUDA graphs, each over copies of its matrix that do not fit into the card's cache together. A cell is
+microseconds and the share of the measured copy rate. A tile is columns x depth, warps, stages and, if not left to
+`thin_product`, the programs that share a sum. `q+k+v` and `gate+up` are what one product for all of them would take.
+`--thin` is `thin.MOST_ROWS` for the profile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import shapes
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from eepo import kernels
+from eepo.compiled import compile_layers
+from eepo.head import wide_product
+from eepo.kernels.rows import Outputs, RowState
+from eepo.rollout import paged, thin
+from eepo.rollout.slots import PAGE
+
+SPREAD = 256 << 20  # bytes of copies: five times an H200's cache
+MAX_COPIES = 96
+TILES = "64x128:4:4,32x128:4:4,32x256:4:3,128x64:8:4"
+
+
+@dataclass(frozen=True)
+class Product:
+    name: str
+    num_columns: int
+    length: int
+    bias: bool = False
+    per_step: int = 1  # how often, as the model asks today
+    packed_per_step: int = 1  # how often, if products with the same input were one
+
+    def num_bytes(self, num_rows: int) -> int:
+        moved = self.num_columns * self.length + num_rows * self.length + num_rows * self.num_columns
+        return 2 * moved + (2 * num_rows * self.num_columns if self.name == "head" else 0)  # its logits are fp32
+
+
+def products_of(shape: str) -> list[Product]:
+    config = shapes.config(shape)
+    hidden, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+    keys = hidden // config.num_attention_heads * config.num_key_value_heads
+    return [
+        Product("q", hidden, hidden, True, layers, 0),
+        Product("k, v", keys, hidden, True, 2 * layers, 0),
+        Product("q+k+v", hidden + 2 * keys, hidden, True, 0, layers),
+        Product("o", hidden, hidden, False, layers, layers),
+        Product("gate, up", inner, hidden, False, 2 * layers, 0),
+        Product("gate+up", 2 * inner, hidden, False, 0, layers),
+        Product("down", hidden, inner, False, layers, layers),
+        Product("head", shapes.VOCABULARY, hidden),
+    ]
+
+
+# --- timing
+
+
+def microseconds(works: Sequence[Callable[[], Any]], device: torch.device, before: Callable[[], Any]) -> float:
+    """Of one of `works`, in one graph of all of them; the median of a few replays, each after `before`."""
+
+    def all_of_them() -> None:
+        for work in works:
+            work()
+
+    works[0]()  # compiles
+    play: Callable[[], Any] = all_of_them
+    if device.type == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            all_of_them()
+        play = graph.replay
+    taken = []
+    for _ in range(5):
+        before()
+        taken.append(_seconds(play, device))
+    return 1e6 * statistics.median(taken[1:]) / len(works)
+
+
+def _seconds(work: Callable[[], Any], device: torch.device) -> float:
+    """By the card's clock, where there is one."""
+    if device.type != "cuda":
+        started = time.perf_counter()
+        work()
+        return time.perf_counter() - started
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
+
+
+# --- products
+
+
+def product_table(shape: str, args: argparse.Namespace, device: torch.device, rate: float) -> str:
+    ways = ["torch", *(["thin", *args.tiles.split(",")] if kernels.available(device) else [])]
+    rows, times = [], {}
+    for product in products_of(shape):
+        matrices, bias = _copies(product, device)
+        for num_rows in map(int, args.rows.split(",")):
+            cells = []
+            for way in ways:
+                taken = _product_microseconds(product, way, num_rows, matrices, bias, device)
+                times[product, num_rows, way] = taken
+                share = product.num_bytes(num_rows) / rate / (taken * 1e-6)
+                cells.append(f"{taken:.1f} ({100 * share:.0f} %)" if taken < float("inf") else "–")
+            rows.append([product.name, num_rows, *cells])
+        del matrices
+    listed = shapes.table(["product", "rows", *ways], rows)
+    return f"\n{shape}, microseconds (share of the copy rate)\n{listed}\n\n{_step_table(shape, ways, times, args)}"
+
+
+def _step_table(shape: str, ways: list[str], times: dict[Any, float], args: argparse.Namespace) -> str:
+    """Of all products of a step: each by one way, all by their fastest, and if those of one input were one."""
+    rows = []
+    for num_rows in map(int, args.rows.split(",")):
+        fastest = {one: min(times[one, num_rows, way] for way in ways) for one in products_of(shape)}
+        asked = {one: one.per_step for one in fastest if one.per_step}
+        packed = {one: one.packed_per_step for one in fastest if one.packed_per_step}
+        totals = [
+            *(sum(times[one, num_rows, way] * number for one, number in asked.items()) for way in ways),
+            *(sum(fastest[one] * number for one, number in which.items()) for which in (asked, packed)),
+        ]
+        rows.append([num_rows, *(f"{total / 1000:.2f}" for total in totals)])
+    return f"{shape}, ms a step, products alone\n" + shapes.table(["rows", *ways, "best", "best, packed"], rows)
+
+
+def _copies(product: Product, device: torch.device) -> tuple[list[Tensor], Tensor | None]:
+    """Random: a card that multiplies zeros draws less power, and is faster."""
+    each = 2 * product.num_columns * product.length
+    number = max(2, min(MAX_COPIES, -(-SPREAD // each))) if device.type == "cuda" else 1
+    size = product.num_columns, product.length
+    matrices = [torch.randn(size, device=device, dtype=torch.bfloat16) for _ in range(number)]
+    return matrices, torch.randn(size[0], device=device, dtype=torch.bfloat16) if product.bias else None
+
+
+def _product_microseconds(
+    product: Product, way: str, num_rows: int, matrices: list[Tensor], bias: Tensor | None, device: torch.device
+) -> float:
+    """Infinite where a tile does not fit into the card's shared memory."""
+    x = torch.randn(num_rows, product.length, device=device, dtype=torch.bfloat16)
+    if way == "torch":
+        multiply = wide_product if product.name == "head" else partial(_linear, bias=bias)
+        return microseconds([partial(multiply, x, matrix) for matrix in matrices], device, lambda: None)
+    from triton import OutOfResources
+
+    from eepo.kernels.thin_product import thin_product
+
+    options = {"bias": bias, "tile": None if way == "thin" else _tile(way)}
+    options["dtype"] = torch.float32 if product.name == "head" else None
+    try:
+        return microseconds([partial(thin_product, x, one, **options) for one in matrices], device, lambda: None)
+    except OutOfResources:
+        return float("inf")
+
+
+def _linear(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    return linear(x, matrix, bias)
+
+
+def _tile(text: str) -> Any:
+    from eepo.kernels.thin_product import Tile
+
+    size, *more = text.split(":")
+    return Tile(*map(int, size.split("x")), *map(int, more))
+
+
+# --- draws
+
+
+def draw_table(args: argparse.Namespace, device: torch.device, rate: float) -> str:
+    """A program for each row, and one for each block of each row."""
+    ways: dict[str, int | None] = {"by rows": 0, "by blocks": 1 << 30}  # rows that count as few
+    if not kernels.available(device):
+        ways = {"plain": None}
+    lines = []
+    for num_rows in map(int, args.draws.split(",")):
+        taken = [_draw_microseconds(num_rows, few, device) for few in ways.values()]
+        read = num_rows * shapes.VOCABULARY * 4
+        cells = [f"{one:.1f} ({100 * read / rate / (one * 1e-6):.0f} %)" for one in taken]
+        lines.append([num_rows, *cells])
+    return f"\ndraws, microseconds (share of the copy rate)\n{shapes.table(['rows', *ways], lines)}"
+
+
+def _draw_microseconds(num_rows: int, few_rows: int | None, device: torch.device, repeats: int = 20) -> float:
+    draw = kernels.chosen("draw", device)
+    if few_rows is not None:
+        from eepo.kernels import draw as module
+
+        module.FEW_ROWS = few_rows
+    state, outputs = RowState.of(num_rows, device), _outputs(num_rows, repeats + 1, device)
+    every, temperature = torch.arange(num_rows, device=device), torch.ones(1, device=device)
+    state.outputs.copy_(every)
+    state.keys.copy_(every * 7919)
+    state.limits.fill_(1 << 40)
+    state.live.fill_(1)
+    num_copies = max(2, min(repeats, -(-SPREAD // (num_rows * shapes.VOCABULARY * 4))))
+    logits = [3 * torch.randn(num_rows, shapes.VOCABULARY, device=device) for _ in range(num_copies)]
+    ends = torch.full((1,), -1, device=device)
+    works = [
+        partial(draw, logits[turn % num_copies], every, every, temperature, ends, state, outputs)
+        for turn in range(repeats if device.type == "cuda" else 1)
+    ]
+    return microseconds(works, device, state.num_drawn.zero_)
+
+
+def _outputs(num_lines: int, width: int, device: torch.device) -> Outputs:
+    whole = [torch.zeros(num_lines, width, dtype=kind, device=device) for kind in (torch.int32, *[torch.float32] * 2)]
+    return Outputs(*whole, *torch.zeros(2, num_lines, dtype=torch.int32, device=device))
+
+
+# --- a step of the engine
+
+
+def profile(args: argparse.Namespace, device: torch.device) -> None:
+    """Rows in the midst of things, each with pages of its own."""
+    thin.MOST_ROWS = args.thin
+    sizes = [int(size) for size in args.profile_rows.split(",")]
+    most = max(sizes)
+    engine = shapes.Forced(shapes.new_model(args.profile, torch.bfloat16, device), most, {})
+    if problem := engine.unusable():
+        raise SystemExit(f"the paged engine cannot be used here: {problem}")
+    if args.compiled:
+        compile_layers(engine.model)
+    width = -(-(args.length + paged.AHEAD) // PAGE) + 2
+    buffers = paged._Buffers(engine, most * width + 1, most, args.length + PAGE, most, PAGE)
+    buffers.reset(1.0)
+    buffers.tables[:, :width] = 1 + torch.arange(most * width, device=device).view(most, width).int()
+    for num_rows in sizes:
+        _put_in_the_midst(buffers, args.length)
+        with torch.inference_mode():
+            buffers.step(num_rows)  # captured
+            _put_in_the_midst(buffers, args.length)
+            _print_kernels(buffers, num_rows, args, device)
+
+
+def _put_in_the_midst(buffers: Any, length: int) -> None:
+    state = buffers.state
+    state.positions.fill_(length)
+    state.num_drawn.zero_()
+    state.limits.fill_(1 << 40)
+    state.outputs.copy_(buffers.every)
+    state.live.fill_(1)
+
+
+def _print_kernels(buffers: Any, num_rows: int, args: argparse.Namespace, device: torch.device, turns: int = 4) -> None:
+    step = partial(buffers.step, num_rows)
+    alone = statistics.median(_seconds(step, device) for _ in range(2 * turns))
+    with torch.profiler.profile() as seen:
+        for _ in range(turns):
+            step()
+        shapes.wait(device)
+    on_card = device.type == "cuda"
+    rows = []
+    for one in seen.key_averages():
+        taken = (one.self_device_time_total if on_card else one.self_cpu_time_total) / turns
+        if taken > 0 and (not on_card or one.device_type == torch.autograd.DeviceType.CUDA):
+            rows.append((taken, one.count / turns, one.key[:90]))
+    rows.sort(reverse=True)
+    total, num_kernels = sum(row[0] for row in rows), sum(row[1] for row in rows)
+    few = args.thin if buffers.engine._thin else 0
+    print(f"\n{args.profile}, {num_rows} rows of {args.length} tokens, thin products up to {few} rows: "
+          f"{1000 * alone:.2f} ms a step, {total / 1000:.2f} ms of them in {num_kernels:.0f} kernels")  # fmt: skip
+    listed = [[name, f"{count:g}", f"{taken:.1f}", f"{taken / count:.1f}"] for taken, count, name in rows[:30]]
+    print(shapes.table(["kernel", "a step", "microseconds", "each"], listed), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default="3B,0.5B", help="of products; commas between")
+    parser.add_argument("--rows", default="8,16,32,64,128", help="of products")
+    parser.add_argument("--draws", default="8,64,256,1024", help="rows of draws")
+    parser.add_argument("--tiles", default=TILES, help="columns x depth:warps:stages[:splits], commas between")
+    parser.add_argument("--profile", choices=shapes.SHAPES, help="of this shape, and nothing else")
+    parser.add_argument("--profile-rows", default="8,64")
+    parser.add_argument("--compiled", action="store_true", help="layers of the profile")
+    parser.add_argument("--thin", type=int, default=0, help="rows that count as few in the profile")
+    parser.add_argument("--length", type=int, default=500, help="tokens behind each row of the profile")
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if args.profile:
+        profile(args, device)
+        return
+    rate = shapes.copy_rate(device)
+    print(f"copies: {rate / 1e12:.2f} TB/s", flush=True)
+    print(draw_table(args, device, rate), flush=True)
+    for shape in args.shapes.split(","):
+        print(product_table(shape, args, device, rate), flush=True)
+
+
+if __name__ == "__main__":
+    main()
