@@ -33,7 +33,7 @@ from eepo.rollout.slots import PAGE
 
 SPREAD = 256 << 20  # bytes of copies: five times an H200's cache
 MAX_COPIES = 96
-TILES = "64x128:4:4,32x128:4:4,32x256:4:3,128x64:8:4"
+TILES = "64x128:4:4,64x128:4:4:1,64x128:4:3,32x128:4:4,32x128:4:4:1,128x64:8:3"
 
 
 @dataclass(frozen=True)

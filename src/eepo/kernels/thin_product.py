@@ -5,8 +5,6 @@ the card too few programs, several share the columns of one, each over a stretch
 parts, always in the same order.
 """
 
-# mypy: disallow-untyped-defs=False
-# (Triton has types of its own)
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -16,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 256  # about two for each multiprocessor of a large card
+PROGRAMS = 128  # about one for each multiprocessor of a large card: each has some 48 KB on their way, which is enough
 MAX_SPLITS = 8
 
 
@@ -96,8 +94,13 @@ def thin_product(
 
 
 def tile_for(num_rows: int) -> Tile:
-    """x is read once for each tile of columns: many rows want wide ones, or that takes longer than the matrix."""
-    return Tile() if num_rows <= 64 else Tile(columns=128, depth=64, num_warps=8)
+    """x is read once for each tile of columns: many rows want wide ones, or that takes longer than the matrix.
+
+    What is on its way takes shared memory: two programs are to fit beside each other.
+    """
+    if num_rows <= 64:
+        return Tile() if num_rows <= 32 else Tile(num_stages=3)
+    return Tile(columns=128, depth=64, num_warps=8, num_stages=3)
 
 
 def num_splits(num_programs: int, num_blocks: int) -> int:

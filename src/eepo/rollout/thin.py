@@ -74,13 +74,14 @@ def adopt(model: Any) -> bool:
 
 @torch.inference_mode()
 def _trouble(maps: list[nn.Linear], head: Tensor) -> str:
-    """In a few words; nothing if products of each shape, of one row and of as many as may be, are what torch's are."""
+    """In a few words; nothing if products of each shape are torch's. Each power of two of rows is another kernel."""
     from triton import TritonError
 
+    sizes = sorted({1, MOST_ROWS, *(1 << power for power in range(5, MOST_ROWS.bit_length()))})
     shapes = {(part.weight.shape, part.bias is None): part for part in maps}
     gaps = []
     try:
-        for num_rows in (1, MOST_ROWS):
+        for num_rows in sizes:
             for part in shapes.values():
                 x = _rows(num_rows, part.weight)
                 gaps.append(_gap(thin_linear(x, part.weight, part.bias), linear(x, part.weight, part.bias)))
