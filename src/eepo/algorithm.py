@@ -55,7 +55,8 @@ class EEPO:
         advantages = torch.cat([group_advantages(part) for part in torch.tensor(rollout.rewards).chunk(parts, 1)], 1)
         if self.options.later_advantages == "positive":  # what was sampled to be unlike is not punished for failing
             advantages = torch.where(torch.tensor(rollout.stages) > 1, advantages.clamp(min=0), advantages)
-        rollout.advantages = advantages.tolist()
+        weights = rarity_weights(torch.tensor(rollout.mean_logprobs()), advantages > 0, self.options.rare_weight)
+        rollout.advantages = (advantages * weights).tolist()
         metrics.record_rollout(rollout)
         for first in range(0, len(prompts), self.mini_batch):
             self.update(rollout, range(first, min(first + self.mini_batch, len(prompts))), metrics)
@@ -152,6 +153,13 @@ def group_advantages(rewards: Tensor) -> Tensor:  # [Q, G] -> [Q, G]
     return torch.where(equal, 0.0, advantages)
 
 
+def rarity_weights(logprobs: Tensor, good: Tensor, strength: float) -> Tensor:  # [Q, G], bool [Q, G] -> [Q, G]
+    """Of what did well in a group, the least likely weighs 1 + strength, the likeliest 1 − strength, in even steps."""
+    count = good.sum(1, keepdim=True)
+    ranks = torch.where(good, logprobs, torch.inf).argsort(1).argsort(1)  # 0: the least likely
+    return torch.where(good & (count > 1), 1 + strength * (1 - 2 * ranks / (count - 1).clamp(min=1)), 1.0)
+
+
 def token_gate(entropies: Tensor, mask: Tensor, threshold: float, window: int) -> Tensor:  # [B, T] -> bool [B, T]
     """True where the mean entropy of the last `window` completion tokens (fewer at the start) is under `threshold`."""
     mask = mask.bool()
@@ -173,14 +181,10 @@ def unlearn_gate(scores: Scores, batch: MicroBatch, options: AlgorithmConfig) ->
     return batch.mask
 
 
-def complementary_loss(
-    logprobs: Tensor,  # [B, T] log p of the sampled tokens
-    mask: Tensor,  # [B, T]
-    gate: Tensor,  # [B, T]
-    eps: float,
-    saturation: str = "stop",
-    complements: Tensor | None = None,  # [B, T] log(1 − p) from the other tokens, for saturation = "exact"
-) -> Tensor:
+def complementary_loss(  # [B, T] each; complements: log(1 − p) from the other tokens
+    logprobs: Tensor, mask: Tensor, gate: Tensor, eps: float,
+    saturation: str = "stop", complements: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Mean over completions of (1 / T_k) Σ gate · −log(1 − p): descending it makes what was sampled less likely.
 
     "stop" is the paper's p ← min(p, 1 − ε): finite, but without gradient where p is larger. "exact" takes
@@ -213,13 +217,9 @@ def unlearned_weights(
 
 
 def policy_loss(
-    policy_logprobs: Tensor,  # [B, T] under θ
-    rollout_logprobs: Tensor,  # [B, T] under the weights that sampled: θ for stage 1, θ′ after it
-    advantages: Tensor,  # [B]
-    mask: Tensor,  # [B, T]
-    clip_low: float,
-    clip_high: float,
-) -> Tensor:
+    policy_logprobs: Tensor, rollout_logprobs: Tensor,  # [B, T] under θ, and under the weights that sampled: θ or θ′
+    advantages: Tensor, mask: Tensor, clip_low: float, clip_high: float,  # [B], [B, T]
+) -> Tensor:  # fmt: skip
     """The clipped surrogate, negated, as a mean over tokens."""
     ratio = torch.where(mask.bool(), policy_logprobs - rollout_logprobs, 0.0).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)

@@ -100,6 +100,9 @@ class Rollout:
                 self.rewards[row] += [verdict.reward for verdict in graded]
                 self.verdicts[row] += graded
 
+    def mean_logprobs(self) -> list[list[float]]:  # [Q][G], a token: a long completion is not rare for being long
+        return [[sum(one.logprobs) / max(1, len(one.logprobs)) for one in group] for group in self.groups]
+
     def record_forgetting(self, logprobs_after: Mapping[int, float]) -> None:
         """`logprobs_after`: under θ′, by place in all `pairs` so far."""
         self.forgotten |= {divmod(place, len(self.stages)): value for place, value in logprobs_after.items()}

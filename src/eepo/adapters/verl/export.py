@@ -15,6 +15,7 @@ ALLOWED: dict[str, tuple[object, ...]] = {  # of [algorithm], where verl's adapt
     "unlearn_on": ("all", "rewarded", "unrewarded"),
     "unlearn_max_completions": (0,),
     "later_advantages": ("all",),
+    "rare_weight": (0,),
 }
 FILES = ("TRAIN_FILES", "VAL_FILES")  # shell variables: verl reads Parquet files of its own layout
 
