@@ -11,24 +11,25 @@ from collections.abc import Mapping, Sequence
 from matplotlib.figure import Figure
 
 from eepo.estimates import seed_interval
-from eepo.reports.palette import looks
+from eepo.reports.palette import SPARE, looks
 from eepo.reports.panels import WIDTH, add_legend, method_lines, new_panels, styled
 
 Points = Mapping[str, Sequence[tuple[float, float]]]  # of a method or a value: mean and pass@k of each seed
 
 
-def frontier_figure(sets: Mapping[str, tuple[Points, Points]], measure: str) -> Figure | None:
-    """For each evaluation set: a line, what one method reaches with each value of its knob; others as points."""
+def frontier_figure(sets: Mapping[str, tuple[Sequence[Points], Points]], measure: str) -> Figure | None:
+    """For each evaluation set: lines, what a method reaches with each value of its knob; and others as points."""
 
     @styled
     def draw(_runs: Sequence[object]) -> Figure:
         figure, panels = new_panels(len(sets), height=2.6, width=WIDTH)
         shown: dict[str, None] = {}
-        for axes, (name, (line, reported)) in zip(panels, sets.items(), strict=True):
-            along = [(value, *_middle(seeds)) for value, seeds in sorted(line.items(), key=lambda one: float(one[0]))]
-            axes.plot([x for _, x, _ in along], [y for _, _, y in along], color="#808080", marker=".", zorder=1)
-            for value, x, y in along:
-                axes.annotate(value, (x, y), fontsize=5, color="#606060", xytext=(2, 2), textcoords="offset points")
+        for axes, (name, (lines, reported)) in zip(panels, sets.items(), strict=True):
+            for line in lines:
+                places = [_middle(seeds) for seeds in line.values()]
+                axes.plot(*zip(*places, strict=True), color="#808080", marker=".", zorder=1)
+                for value, place in zip(line, places, strict=True):
+                    axes.annotate(value, place, fontsize=5, color="#606060", xytext=(2, 2), textcoords="offset points")
             for method, seeds in reported.items():
                 shown[method] = None
                 colour, marker = looks(reported)[method]
@@ -37,6 +38,8 @@ def frontier_figure(sets: Mapping[str, tuple[Points, Points]], measure: str) -> 
                     x, y, xerr=_arms([s[0] for s in seeds]), yerr=_arms([s[1] for s in seeds]), color=colour,
                     marker=marker, markersize=3.5, linewidth=0.5, linestyle="none",
                 )  # fmt: skip
+                if len(reported) > len(SPARE):  # looks repeat
+                    axes.annotate(method, (x, y), fontsize=4, xytext=(3, -3), textcoords="offset points")
             axes.set(title=name.replace("_", " "), xlabel="mean", ylabel=measure)
         add_legend(figure, method_lines(shown, markers=True))
         return figure

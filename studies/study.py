@@ -18,22 +18,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import statistics
-import sys
-import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from frontier import Points, frontier_figure
+from warm import WarmStarter
 
-from eepo.cli import main as main_command
 from eepo.estimates import seed_interval
-from eepo.processes import Job, why_ended
+from eepo.processes import Job, run_jobs, why_ended
 from eepo.progress import Progress
 from eepo.recipe import read_toml
 from eepo.reports import runs as records
@@ -76,13 +72,12 @@ class Plan:
     tables: dict[str, Any]
     out: Path
 
-    def arguments(self, run: Run, folder: Path) -> list[str]:
-        """Of `eepo`."""
+    def command(self, run: Run, folder: Path) -> tuple[str, ...]:
         regime, method = self.tables["regimes"][run.regime], self.tables["methods"][run.method]
         knobs = [*self.tables.get("set", []), *regime.get("set", []), *self.knobs(run.regime, run.method, run.value)]
         sets = [part for knob in [*knobs, f"training.seed={run.seed}"] for part in ("--set", knob)]
         recipe = method.get("recipe", regime["recipe"])
-        return ["train", recipe, "--out", str(folder), "--resume", *sets]
+        return ("eepo", "train", recipe, "--out", str(folder), "--resume", *sets)
 
     def knobs(self, regime: str, name: str, value: str) -> list[str]:
         """Those of the methods below it, tuned, then its own."""
@@ -117,6 +112,14 @@ class Plan:
         if method.get("every_value"):
             return every if phase == "report" else []
         return [self.value(regime, name)] if phase == "report" else every
+
+    def reported(self) -> list[dict[str, Any]]:
+        """Without what was run before tuning had chosen another value."""
+        found = lines(self.out / "report.jsonl")
+        pairs = {(one["regime"], one["method"]) for one in found}
+        pairs &= {(regime, name) for regime in self.tables["regimes"] for name, _ in self.methods(regime)}
+        wanted = {(*pair, value) for pair in pairs for value in self.values("report", *pair)}
+        return [one for one in found if (one["regime"], one["method"], one["value"]) in wanted]
 
     def value(self, regime: str, name: str) -> str:
         """Of the knob that is tuned: the one whose tuning runs are best, by its measures; "" without one."""
@@ -181,57 +184,33 @@ def as_run(line: dict[str, Any]) -> records.Run:
 def run(plan: Plan, phase: str, num_jobs: int, regimes: Sequence[str], methods: Sequence[str]) -> None:
     record = plan.out / f"{phase}.jsonl"
     done = {(line["regime"], line["method"], line["value"], line["seed"]) for line in lines(record)}
-    waiting = [one for one in plan.runs(phase, regimes, methods) if one.key not in done]
+    waiting = {str(one.folder): one for one in plan.runs(phase, regimes, methods) if one.key not in done}
+    folders = {title: plan.out / phase / title for title in waiting}
+    jobs = [Job(title, plan.command(one, folders[title]), folders[title] / "log.txt") for title, one in waiting.items()]
     progress, failed = Progress(), 0
-    with progress.bar(f"{phase}, {num_jobs} at a time", len(waiting), 0) as bar, warm_processes(num_jobs) as pool:
-        folders = {one: plan.out / phase / one.folder for one in waiting}
-        runs = {pool.submit(train, plan.arguments(one, folder), folder): one for one, folder in folders.items()}
-        try:
-            for ended in as_completed(runs):
-                one = runs[ended]
-                if trouble := ended.result():
-                    failed += 1
-                    progress.say(f"failed: {one.folder}: {trouble}")
-                else:
-                    with record.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(line_of(one, folders[one])) + "\n")
-                bar.advance()
-        except BaseException:  # Ctrl-C, say: those at work save a checkpoint and end, the others are not begun
-            pool.shutdown(cancel_futures=True)
-            raise
+    with progress.bar(f"{phase}, {num_jobs} at a time", len(jobs), 0) as bar:
+
+        def ended(job: Job, code: int) -> None:
+            nonlocal failed
+            if code:
+                failed += 1
+                progress.say(f"failed: {job.title}: {why_ended(job, code)}")
+            else:
+                with record.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line_of(waiting[job.title], job.log.parent)) + "\n")
+            bar.advance()
+
+        threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_jobs))} | os.environ
+        whole = run_jobs(jobs, num_jobs, threads, ended, starter=WarmStarter(threads))
+    if not whole:
+        raise SystemExit("stopped; the same command goes on")
     if failed:
-        raise SystemExit(f"{failed} of {len(waiting)} runs failed; the same command tries them again")
-
-
-def warm_processes(number: int) -> ProcessPoolExecutor:
-    """Each run in a process of its own, forked from one that has torch imported: that takes longer than many steps."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // number)))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["eepo.assemble"])
-    return ProcessPoolExecutor(number, context, max_tasks_per_child=1)
-
-
-def train(arguments: Sequence[str], folder: Path) -> str:
-    """`eepo train`, with all that it prints in the run's folder. Returns the last of it if it failed, else nothing."""
-    folder.mkdir(parents=True, exist_ok=True)
-    log = folder / "log.txt"
-    with log.open("wb") as file:
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(file.fileno(), stream.fileno())
-    sys.argv = ["eepo", *arguments]
-    try:
-        main_command()
-    except SystemExit as end:
-        if not end.code:
-            return ""
-    except Exception:
-        traceback.print_exc()
-    return why_ended(Job("", (), log), 1)
+        raise SystemExit(f"{failed} of {len(jobs)} runs failed; the same command tries them again")
 
 
 def tables(plan: Plan) -> str:
     """Markdown: for each regime what every method did in training, then, set by set, what came of it."""
-    found = lines(plan.out / "report.jsonl")
+    found = plan.reported()
     parts = []
     for regime in plan.tables["regimes"]:
         here = [line for line in found if line["regime"] == regime]
@@ -290,7 +269,7 @@ def _row(base: Sequence[dict[str, Any]], own: Sequence[dict[str, Any]], where: s
 def figures(plan: Plan, into: Path, methods: Sequence[str]) -> None:
     into.mkdir(parents=True, exist_ok=True)
     lined = {name for name, method in plan.tables["methods"].items() if method.get("every_value")}
-    found = [line for line in lines(plan.out / "report.jsonl") if not methods or line["method"] in {*methods, *lined}]
+    found = [line for line in plan.reported() if not methods or line["method"] in {*methods, *lined}]
     for regime in plan.tables["regimes"]:
         here = [line for line in found if line["regime"] == regime]
         line = [one for one in here if one["method"] in lined]
@@ -298,7 +277,7 @@ def figures(plan: Plan, into: Path, methods: Sequence[str]) -> None:
         drawn = {
             "exploration": exploration_figure(list(map(as_run, points))) if points else None,
             "pass_at_k": pass_at_k_figure(list(map(as_run, points))) if points else None,
-            "frontier": frontier_figure(_frontiers(line, points), FRONTIER),
+            "frontier": frontier_figure(_frontiers(plan, line, points), FRONTIER),
         }
         for name, figure in drawn.items():
             if figure is not None:
@@ -306,16 +285,24 @@ def figures(plan: Plan, into: Path, methods: Sequence[str]) -> None:
 
 
 def _frontiers(
-    line: Sequence[dict[str, Any]], points: Sequence[dict[str, Any]]
-) -> dict[str, tuple[Points, Points]]:  # by evaluation set
-    def of(some: Sequence[dict[str, Any]], name: str, where: str) -> Points:
+    plan: Plan, line: Sequence[dict[str, Any]], points: Sequence[dict[str, Any]]
+) -> dict[str, tuple[list[Points], Points]]:
+    """By evaluation set: a line for each method with every value, along its values, and the others."""
+
+    def of(some: Iterable[dict[str, Any]], name: str, where: str) -> Points:
         found: dict[str, list[tuple[float, float]]] = {}
         for one in some:
             found.setdefault(one[name], []).append((final(one, where, "mean"), final(one, where, FRONTIER)))
         return found
 
+    def along(name: str, where: str) -> Points:
+        found = of((one for one in line if one["method"] == name), "value", where)
+        values = map(str, plan.tables["methods"][name]["values"])
+        return {value: found[value] for value in values if value in found}
+
     sets = records.evaluation_sets([as_run(one) for one in points])
-    return {where: (of(line, "value", where), of(points, "method", where)) for where in sets}
+    names = dict.fromkeys(one["method"] for one in line)
+    return {where: ([along(name, where) for name in names], of(points, "method", where)) for where in sets}
 
 
 def main() -> None:
@@ -337,15 +324,13 @@ def main() -> None:
             run(plan, args.phase, args.jobs, args.regime, args.method)
         elif args.action == "list":
             wanted = plan.runs(args.phase, args.regime, args.method)
-            print("\n".join(" ".join(["eepo", *plan.arguments(one, one.folder)]) for one in wanted))
+            print("\n".join(" ".join(plan.command(one, one.folder)) for one in wanted))
         elif args.action == "tables":
             print(tables(plan))
         else:
             figures(plan, args.into, args.method)
     except UserError as error:
         raise SystemExit(f"error: {error}") from error
-    except KeyboardInterrupt:
-        raise SystemExit("stopped; the same command goes on") from None
 
 
 if __name__ == "__main__":

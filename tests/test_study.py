@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,7 +72,7 @@ def test_the_value_with_the_best_mean_over_seeds_is_reported_and_inherited(study
     assert plan.value("dense", "eepo") == ""
     reported = [one.key for one in plan.runs("report", ["dense"], [])]
     assert reported[:3] == [("dense", "grpo", "1e-5", 0), ("dense", "wide", "32", 0), ("dense", "eepo", "", 0)]
-    command = " ".join(plan.arguments(study.Run("dense", "wide", "32", 7), Path("there")))
+    command = " ".join(plan.command(study.Run("dense", "wide", "32", 7), Path("there")))
     for part in ("training.learning_rate=1e-5", "algorithm.group_size=32", "training.prompts_per_step=32",
                  "training.seed=7", "train countdown/grpo --out there"):  # fmt: skip
         assert part in command
@@ -104,10 +106,45 @@ def test_tables_are_paired_by_seed(study: Any, plan: Any, tmp_path: Path) -> Non
 def test_a_difference_that_is_none_by_chance_is_bold(study: Any, plan: Any, tmp_path: Path) -> None:
     reported = [line("grpo", "1e-5", seed, greedy) for seed, greedy in enumerate((0.3, 0.5, 0.4))]
     reported += [line("eepo", "", seed, greedy) for seed, greedy in enumerate((0.5, 0.71, 0.6))]
-    reported += [line("eepo", "7", seed, greedy) for seed, greedy in enumerate((0.1, 0.2, 0.3))]
     write(tmp_path / "report.jsonl", reported)
     assert "0.603<br>**+0.203 [+0.189, +0.218]**" in study.tables(plan)
-    assert "| eepo 7 | 3 |" in study.tables(plan)  # another value is another line
+
+
+def test_what_ran_before_tuning_chose_another_value_does_not_count(study: Any, plan: Any, tmp_path: Path) -> None:
+    stale = [line("grpo", "1e-4", seed, 0.1) for seed in range(3)]
+    reported = [line("grpo", "1e-5", seed, 0.5) for seed in range(3)] + [
+        line("eepo", "", seed, 0.5) for seed in range(3)
+    ]
+    write(tmp_path / "report.jsonl", [*stale, *reported])
+    text = study.tables(plan)
+    assert "grpo 1e-4" not in text
+    assert "0.500<br>+0.000 [+0.000, +0.000]" in text
+    plan.tables["methods"]["grpo"] |= {
+        "every_value": True
+    }  # then each value is a line of its own, and the first the base
+    assert "grpo 1e-4" in study.tables(plan)
+    study.figures(plan, tmp_path / "figures", [])
+    assert (tmp_path / "figures" / "dense_frontier.png").exists()
+
+
+def test_a_run_that_dies_leaves_the_others_alone(study: Any, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """The first one kills itself as the kernel would; the second one trains."""
+    knobs = ["training.num_steps=1", "training.prompts_per_step=2", "training.prompts_per_mini_batch=2"]
+    knobs += ["algorithm.group_size=2", "task.num_evaluation=1", "evaluation.num_samples=2", "model.device=cpu"]
+    tables = PLAN | {"set": knobs, "seeds": {"report": [0, 1]}, "methods": {"grpo": {}}}
+    start = study.WarmStarter.__call__
+
+    def dying(self: Any, job: Any, *given: Any) -> Any:
+        process = start(self, job, *given)
+        if "seed-0" in job.title:
+            os.kill(process.pid, signal.SIGKILL)
+        return process
+
+    monkeypatch.setattr(study.WarmStarter, "__call__", dying)
+    with pytest.raises(SystemExit, match="1 of 2 runs failed"):
+        study.run(study.Plan(tables, tmp_path), "report", 2, ["dense"], [])
+    assert "SIGKILL" in capsys.readouterr().out
+    assert [one["seed"] for one in study.lines(tmp_path / "report.jsonl")] == [1]
 
 
 def test_a_real_run_becomes_a_line_once(study: Any, tmp_path: Path) -> None:

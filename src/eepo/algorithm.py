@@ -1,8 +1,7 @@
 """All of EEPO and GRPO on one page. `EEPO.step` is Algorithm 1; the mathematics it calls stands below it, pure.
 
 θ is the policy, θ′ the engine's copy that is only sampled from. Q prompts, G completions each, in `num_stages`
-stages: one stage is GRPO, two are the paper's EEPO, more are ours (each later stage forgets all earlier ones).
-B rows and T tokens are those of a micro-batch.
+stages: one is GRPO, two are the paper's EEPO, more are ours (each forgets all before it). B, T: a micro-batch.
 """
 
 from __future__ import annotations
@@ -55,8 +54,9 @@ class EEPO:
         advantages = torch.cat([group_advantages(part) for part in torch.tensor(rollout.rewards).chunk(parts, 1)], 1)
         if self.options.later_advantages == "positive":  # what was sampled to be unlike is not punished for failing
             advantages = torch.where(torch.tensor(rollout.stages) > 1, advantages.clamp(min=0), advantages)
-        weights = rarity_weights(torch.tensor(rollout.mean_logprobs()), advantages > 0, self.options.rare_weight)
-        rollout.advantages = (advantages * weights).tolist()
+        apart = (len(prompts), self.options.num_stages, -1)  # likelihoods under θ and under θ′ are not compared
+        rare = torch.tensor(rollout.mean_logprobs()).view(apart), (advantages > 0).view(apart), self.options.rare_weight
+        rollout.advantages = (advantages * rarity_weights(*rare).flatten(1)).tolist()
         metrics.record_rollout(rollout)
         for first in range(0, len(prompts), self.mini_batch):
             self.update(rollout, range(first, min(first + self.mini_batch, len(prompts))), metrics)
@@ -153,10 +153,10 @@ def group_advantages(rewards: Tensor) -> Tensor:  # [Q, G] -> [Q, G]
     return torch.where(equal, 0.0, advantages)
 
 
-def rarity_weights(logprobs: Tensor, good: Tensor, strength: float) -> Tensor:  # [Q, G], bool [Q, G] -> [Q, G]
-    """Of what did well in a group, the least likely weighs 1 + strength, the likeliest 1 − strength, in even steps."""
-    count = good.sum(1, keepdim=True)
-    ranks = torch.where(good, logprobs, torch.inf).argsort(1).argsort(1)  # 0: the least likely
+def rarity_weights(logprobs: Tensor, good: Tensor, strength: float) -> Tensor:  # [..., n], bool [..., n] -> [..., n]
+    """Of what did well, the least likely weighs 1 + strength, the likeliest 1 − strength, in even steps."""
+    count = good.sum(-1, keepdim=True)
+    ranks = torch.where(good, logprobs, torch.inf).argsort(-1).argsort(-1)  # 0: the least likely
     return torch.where(good & (count > 1), 1 + strength * (1 - 2 * ranks / (count - 1).clamp(min=1)), 1.0)
 
 

@@ -67,7 +67,7 @@ class CompactAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             todo = []
             for weight in group["params"]:
-                if weight.grad is not None:
+                if weight.grad is not None and weight.numel():
                     todo.append((index, weight, self._advance(weight)))
                 index += 1
             self._move(todo, group["lr"], group["weight_decay"])

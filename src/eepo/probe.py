@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from eepo.batching import MicroBatch
+from eepo.batching import MicroBatch, send
 from eepo.policy import Policy, Scores
 from eepo.types import Completion, Prompt
 
@@ -63,8 +63,9 @@ class Probe:
             return
         for row in own:
             self._places[row] = len(self._places)
-        columns = (scores.logprobs, scores.entropies, scores.complements)
-        self._seen.append(torch.stack([c.detach() for c in columns if c is not None])[:, list(own.values())])
+        columns = [c.detach() for c in (scores.logprobs, scores.entropies, scores.complements) if c is not None]
+        places = send(torch.tensor(list(own.values())), columns[0].device)  # without waiting for it
+        self._seen.append(torch.stack(columns).index_select(1, places))
 
     @cached_property
     def before(self) -> list[tuple[MicroBatch, Scores, Tensor | None]]:

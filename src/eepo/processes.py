@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 POLL_SECONDS = 0.05
 
@@ -27,44 +27,19 @@ class Job:
     log: Path  # both streams; written anew
 
 
+class Process(Protocol):
+    """What is asked of one, as `subprocess` has it; it leads a process group."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def terminate(self) -> None: ...
+    def wait(self) -> int: ...
+
+
 @dataclass
 class StopRequests:
     number: int = 0
-
-
-def run_jobs(
-    jobs: Sequence[Job],
-    at_a_time: int,
-    environment: Mapping[str, str],
-    ended: Callable[[Job, int], None],
-    stopping: Callable[[], None] = lambda: None,
-    held_open: Sequence[int] = (),  # file descriptors that the processes keep
-) -> bool:
-    """Call `ended` with the exit code of every job that came to its own end, `stopping` when asked to stop.
-
-    Returns whether all jobs were run.
-    """
-    waiting, running, told = deque(jobs), dict[int, tuple[Job, subprocess.Popen[bytes]]](), 0
-    with stop_requests() as stop:
-        try:
-            while running or (waiting and not stop.number):
-                while waiting and len(running) < at_a_time and not stop.number:
-                    job = waiting.popleft()
-                    process = start(job, environment, held_open)
-                    running[process.pid] = (job, process)
-                if stop.number > told:
-                    told = stop.number
-                    stopping()
-                    _ask([process for _, process in running.values()], told)
-                time.sleep(POLL_SECONDS)
-                for pid, (job, process) in list(running.items()):
-                    if (code := process.poll()) is not None:
-                        del running[pid]
-                        if code == 0 or not stop.number:
-                            ended(job, code)
-        finally:
-            _ask([process for _, process in running.values()], 2)
-    return not stop.number
 
 
 def start(job: Job, environment: Mapping[str, str], held_open: Sequence[int]) -> subprocess.Popen[bytes]:
@@ -79,6 +54,42 @@ def start(job: Job, environment: Mapping[str, str], held_open: Sequence[int]) ->
             process_group=0,
             pass_fds=held_open,
         )
+
+
+def run_jobs(
+    jobs: Sequence[Job],
+    at_a_time: int,
+    environment: Mapping[str, str],
+    ended: Callable[[Job, int], None],
+    stopping: Callable[[], None] = lambda: None,
+    held_open: Sequence[int] = (),  # file descriptors that the processes keep
+    starter: Callable[[Job, Mapping[str, str], Sequence[int]], Process] = start,
+) -> bool:
+    """Call `ended` with the exit code of every job that came to its own end, `stopping` when asked to stop.
+
+    Returns whether all jobs were run.
+    """
+    waiting, running, told = deque(jobs), dict[int, tuple[Job, Process]](), 0
+    with stop_requests() as stop:
+        try:
+            while running or (waiting and not stop.number):
+                while waiting and len(running) < at_a_time and not stop.number:
+                    job = waiting.popleft()
+                    process = starter(job, environment, held_open)
+                    running[process.pid] = (job, process)
+                if stop.number > told:
+                    told = stop.number
+                    stopping()
+                    _ask([process for _, process in running.values()], told)
+                time.sleep(POLL_SECONDS)
+                for pid, (job, process) in list(running.items()):
+                    if (code := process.poll()) is not None:
+                        del running[pid]
+                        if code == 0 or not stop.number:
+                            ended(job, code)
+        finally:
+            _ask([process for _, process in running.values()], 2)
+    return not stop.number
 
 
 def why_ended(job: Job, code: int) -> str:
@@ -107,7 +118,7 @@ def stop_requests() -> Iterator[StopRequests]:
             signal.signal(number, handler)
 
 
-def _ask(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+def _ask(processes: Sequence[Process], number: int) -> None:
     """The first time only the process itself: what it has started must live until it has saved its work."""
     for process in processes:
         if process.poll() is not None:

@@ -58,6 +58,9 @@ def test_triton_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "no C compiler" in kernels.missing()
     assert not kernels.available(torch.device("cuda"))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert kernels.available(CPU)  # where it interprets it needs none
+    monkeypatch.delenv("TRITON_INTERPRET")
     kernels.lacking.cache_clear()
     (tmp_path / "clang").write_text("")
     (tmp_path / "clang").chmod(0o755)

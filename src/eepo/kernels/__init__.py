@@ -20,7 +20,7 @@ def lacking() -> str:
     """What Triton lacks to run on a GPU, in a few words."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    if not os.environ.get("CC") and not any(map(shutil.which, ("gcc", "clang", "cc"))):
+    if not os.environ.get("CC") and not any(map(shutil.which, ("gcc", "clang"))):
         return "Triton finds no C compiler (gcc, clang, or what CC names)"
     return ""
 
@@ -31,8 +31,10 @@ def missing() -> str:
 
 
 def available(device: torch.device) -> bool:
-    """Whether kernels can run on tensors of `device`."""
-    return (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1") and not missing()
+    """Whether kernels can run on tensors of `device`; anywhere, if Triton interprets, which needs no compiler."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return os.environ.get("EEPO_KERNELS") != "0" and importlib.util.find_spec("triton") is not None
+    return device.type == "cuda" and not missing()
 
 
 def chosen(name: str, device: torch.device) -> Callable[..., Any]:

@@ -10,12 +10,15 @@ from eepo.adapters.verl.options import KNOBS
 from eepo.config import DatasetConfig, RunConfig
 from eepo.types import UserError
 
-ALLOWED: dict[str, tuple[object, ...]] = {  # of [algorithm], where verl's adapter can less than we can
+ALLOWED: dict[str, tuple[object, ...]] = {  # of [algorithm], where verl can less than we can
+    "advantage_baseline": ("group",),
+    "rare_weight": (0,),
+}
+ALLOWED_IN_STAGES: dict[str, tuple[object, ...]] = {  # with more than one
     "saturation": ("stop",),
     "unlearn_on": ("all", "rewarded", "unrewarded"),
     "unlearn_max_completions": (0,),
     "later_advantages": ("all",),
-    "rare_weight": (0,),
 }
 FILES = ("TRAIN_FILES", "VAL_FILES")  # shell variables: verl reads Parquet files of its own layout
 
@@ -33,8 +36,7 @@ def overrides(config: RunConfig) -> Iterator[tuple[str, object]]:
     task = config.task
     if not isinstance(task, DatasetConfig):
         raise UserError(f'task.name = "{task.name}" cannot be exported to verl; allowed: "dataset"')
-    if config.algorithm.advantage_baseline != "group":
-        raise UserError('algorithm.advantage_baseline = "stage" cannot be exported to verl; allowed: "group"')
+    _check(config, ALLOWED)
     yield "data.train_batch_size", config.training.prompts_per_step
     yield "data.max_prompt_length", task.max_prompt_tokens
     yield "data.max_response_length", config.algorithm.max_new_tokens
@@ -44,17 +46,19 @@ def overrides(config: RunConfig) -> Iterator[tuple[str, object]]:
     yield from _rollout(config)
     yield from _trainer(config)
     if config.algorithm.num_stages > 1:
-        for name, allowed in ALLOWED.items():
-            if (value := getattr(config.algorithm, name)) not in allowed:
-                choices = ", ".join(map(json.dumps, allowed))
-                raise UserError(
-                    f"algorithm.{name} = {json.dumps(value)} cannot be exported to verl; allowed: {choices}"
-                )
+        _check(config, ALLOWED_IN_STAGES)
         if config.algorithm.unlearn_lr == "auto":
             raise UserError('algorithm.unlearn_lr = "auto" cannot be exported to verl; allowed: a number')
         yield from ((f"eepo.{name}", getattr(config.algorithm, name)) for name in KNOBS)
     else:
         yield "eepo.num_stages", 1
+
+
+def _check(config: RunConfig, knobs: dict[str, tuple[object, ...]]) -> None:
+    for name, allowed in knobs.items():
+        if (value := getattr(config.algorithm, name)) not in allowed:
+            choices = ", ".join(map(json.dumps, allowed))
+            raise UserError(f"algorithm.{name} = {json.dumps(value)} cannot be exported to verl; allowed: {choices}")
 
 
 def _model(config: RunConfig) -> Iterator[tuple[str, object]]:
