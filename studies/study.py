@@ -21,7 +21,7 @@ import json
 import os
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,7 @@ class Plan:
 
     tables: dict[str, Any]
     out: Path
+    chosen: dict[tuple[str, str], str] = field(default_factory=dict)  # by regime and method: what tuning found best
 
     def command(self, run: Run, folder: Path) -> tuple[str, ...]:
         regime, method = self.tables["regimes"][run.regime], self.tables["methods"][run.method]
@@ -113,31 +114,38 @@ class Plan:
             return every if phase == "report" else []
         return [self.value(regime, name)] if phase == "report" else every
 
-    def reported(self) -> list[dict[str, Any]]:
-        """Without what was run before tuning had chosen another value."""
-        found = lines(self.out / "report.jsonl")
-        pairs = {(one["regime"], one["method"]) for one in found}
-        pairs &= {(regime, name) for regime in self.tables["regimes"] for name, _ in self.methods(regime)}
-        wanted = {(*pair, value) for pair in pairs for value in self.values("report", *pair)}
-        return [one for one in found if (one["regime"], one["method"], one["value"]) in wanted]
+    def done(self, phase: str) -> list[dict[str, Any]]:
+        """Lines of runs whose knobs are those they would have now: tuning may have chosen others since."""
+        return [line for line in self.lines(phase) if self._holds(phase, line)]
+
+    def _holds(self, phase: str, line: dict[str, Any]) -> bool:
+        regime, name, value = line["regime"], line["method"], line["value"]
+        if name not in dict(self.methods(regime)) or value not in self.values(phase, regime, name):
+            return False
+        return line["knobs"] == self.knobs(regime, name, value)
+
+    def lines(self, phase: str) -> list[dict[str, Any]]:
+        path = self.out / f"{phase}.jsonl"
+        return list(read_lines(path)) if path.exists() else []
 
     def value(self, regime: str, name: str) -> str:
         """Of the knob that is tuned: the one whose tuning runs are best, by its measures; "" without one."""
         method = self.tables["methods"][name]
         if "values" not in method:
             return ""
+        if (regime, name) not in self.chosen:
+            self.chosen[regime, name] = self._best(regime, name, method)
+        return self.chosen[regime, name]
+
+    def _best(self, regime: str, name: str, method: dict[str, Any]) -> str:
         scores: dict[str, list[float]] = {}
         measures = method.get("objective", self.tables["objective"])
-        for line in lines(self.out / "tune.jsonl"):
+        for line in self.lines("tune"):
             if (line["regime"], line["method"]) == (regime, name):
                 scores.setdefault(line["value"], []).append(objective(line, measures))
         if not scores:
             raise UserError(f"{regime}, {name}: nothing is tuned yet; run --phase tune --method {name} first")
         return max(scores, key=lambda value: statistics.mean(scores[value]))
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return list(read_lines(path)) if path.exists() else []
 
 
 def objective(line: dict[str, Any], names: Sequence[str]) -> float:
@@ -183,7 +191,7 @@ def as_run(line: dict[str, Any]) -> records.Run:
 
 def run(plan: Plan, phase: str, num_jobs: int, regimes: Sequence[str], methods: Sequence[str]) -> None:
     record = plan.out / f"{phase}.jsonl"
-    done = {(line["regime"], line["method"], line["value"], line["seed"]) for line in lines(record)}
+    done = {(line["regime"], line["method"], line["value"], line["seed"]) for line in plan.done(phase)}
     waiting = {str(one.folder): one for one in plan.runs(phase, regimes, methods) if one.key not in done}
     folders = {title: plan.out / phase / title for title in waiting}
     jobs = [Job(title, plan.command(one, folders[title]), folders[title] / "log.txt") for title, one in waiting.items()]
@@ -197,7 +205,9 @@ def run(plan: Plan, phase: str, num_jobs: int, regimes: Sequence[str], methods: 
                 progress.say(f"failed: {job.title}: {why_ended(job, code)}")
             else:
                 with record.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(line_of(waiting[job.title], job.log.parent)) + "\n")
+                    one = waiting[job.title]
+                    knobs = {"knobs": plan.knobs(one.regime, one.method, one.value)}
+                    file.write(json.dumps(line_of(one, job.log.parent) | knobs) + "\n")
             bar.advance()
 
         threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_jobs))} | os.environ
@@ -210,7 +220,7 @@ def run(plan: Plan, phase: str, num_jobs: int, regimes: Sequence[str], methods: 
 
 def tables(plan: Plan) -> str:
     """Markdown: for each regime what every method did in training, then, set by set, what came of it."""
-    found = plan.reported()
+    found = plan.done("report")
     parts = []
     for regime in plan.tables["regimes"]:
         here = [line for line in found if line["regime"] == regime]
@@ -269,7 +279,7 @@ def _row(base: Sequence[dict[str, Any]], own: Sequence[dict[str, Any]], where: s
 def figures(plan: Plan, into: Path, methods: Sequence[str]) -> None:
     into.mkdir(parents=True, exist_ok=True)
     lined = {name for name, method in plan.tables["methods"].items() if method.get("every_value")}
-    found = [line for line in plan.reported() if not methods or line["method"] in {*methods, *lined}]
+    found = [line for line in plan.done("report") if not methods or line["method"] in {*methods, *lined}]
     for regime in plan.tables["regimes"]:
         here = [line for line in found if line["regime"] == regime]
         line = [one for one in here if one["method"] in lined]

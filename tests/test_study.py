@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from eepo.runlog import read_lines
 from eepo.types import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -39,13 +40,17 @@ def study() -> Iterator[Any]:
         yield importlib.import_module("study")
 
 
-def line(method: str, value: str, seed: int, greedy: float, regime: str = "dense") -> dict[str, Any]:
+def line(
+    method: str, value: str, seed: int, greedy: float, regime: str = "dense", mean: float = 0.0, inherited: str = "1e-5"
+) -> dict[str, Any]:
+    own = {"grpo": f"training.learning_rate={value}", "eepo": "algorithm.num_stages=2", "wide": ""}[method]
+    knobs = [own] if method == "grpo" else [f"training.learning_rate={inherited}", own]
     curve = {str(k): min(1.0, greedy + 0.1 * k / 32) for k in (1, 2, 4, 8, 16, 32)}
     row = {"step": 2, "kind": "full", "set": "in_range", "num_problems": 4, "num_samples": 32, "greedy": greedy,
-           "mean": greedy / 2, "pass@k": curve, "distinct": 10 * greedy}  # fmt: skip
+           "mean": mean or greedy / 2, "pass@k": curve, "distinct": 10 * greedy}  # fmt: skip
     metrics = [{"step": step, "stage1/entropy": 0.5 / step, "stage1/reward": greedy} for step in (1, 2)]
     return {"regime": regime, "method": method, "value": value, "seed": seed, "seconds": 1.0, "evaluations": [row],
-            "metrics": metrics}  # fmt: skip
+            "metrics": metrics, "knobs": knobs}  # fmt: skip
 
 
 def write(path: Path, lines: list[dict[str, Any]]) -> None:
@@ -76,8 +81,6 @@ def test_the_value_with_the_best_mean_over_seeds_is_reported_and_inherited(study
     for part in ("training.learning_rate=1e-5", "algorithm.group_size=32", "training.prompts_per_step=32",
                  "training.seed=7", "train countdown/grpo --out there"):  # fmt: skip
         assert part in command
-    plan.tables["methods"]["grpo"]["objective"] = ["in_range/mean"]
-    assert plan.value("dense", "grpo") == "1e-5"
     plan.tables["methods"]["rates"] = PLAN["methods"]["grpo"] | {"every_value": True}
     assert not plan.runs("tune", [], ["rates"])
     assert [one.value for one in plan.runs("report", ["dense"], ["rates"])] == ["1e-5", "1e-4"] * 3
@@ -85,6 +88,14 @@ def test_the_value_with_the_best_mean_over_seeds_is_reported_and_inherited(study
         plan.runs("report", ["finite"], [])
     with pytest.raises(UserError, match="dence is not in the plan; allowed: dense, finite"):
         plan.runs("tune", ["dence"], [])
+
+
+def test_a_method_may_have_an_objective_of_its_own(study: Any, tmp_path: Path) -> None:
+    write(tmp_path / "tune.jsonl", [line("grpo", "1e-5", 100, 0.5, mean=0.1), line("grpo", "1e-4", 100, 0.4, mean=0.2)])
+    tables = copy.deepcopy(PLAN)
+    assert study.Plan(tables, tmp_path).value("dense", "grpo") == "1e-5"
+    tables["methods"]["grpo"]["objective"] = ["in_range/mean"]
+    assert study.Plan(tables, tmp_path).value("dense", "grpo") == "1e-4"
 
 
 def test_tables_are_paired_by_seed(study: Any, plan: Any, tmp_path: Path) -> None:
@@ -115,7 +126,7 @@ def test_what_ran_before_tuning_chose_another_value_does_not_count(study: Any, p
     reported = [line("grpo", "1e-5", seed, 0.5) for seed in range(3)] + [
         line("eepo", "", seed, 0.5) for seed in range(3)
     ]
-    write(tmp_path / "report.jsonl", [*stale, *reported])
+    write(tmp_path / "report.jsonl", [*stale, *reported, line("eepo", "", 0, 0.9, inherited="1e-4")])
     text = study.tables(plan)
     assert "grpo 1e-4" not in text
     assert "0.500<br>+0.000 [+0.000, +0.000]" in text
@@ -144,7 +155,7 @@ def test_a_run_that_dies_leaves_the_others_alone(study: Any, tmp_path: Path, mon
     with pytest.raises(SystemExit, match="1 of 2 runs failed"):
         study.run(study.Plan(tables, tmp_path), "report", 2, ["dense"], [])
     assert "SIGKILL" in capsys.readouterr().out
-    assert [one["seed"] for one in study.lines(tmp_path / "report.jsonl")] == [1]
+    assert [one["seed"] for one in list(read_lines(tmp_path / "report.jsonl"))] == [1]
 
 
 def test_a_real_run_becomes_a_line_once(study: Any, tmp_path: Path) -> None:
@@ -154,7 +165,7 @@ def test_a_real_run_becomes_a_line_once(study: Any, tmp_path: Path) -> None:
     plan = study.Plan(tables, tmp_path)
     for _ in range(2):
         study.run(plan, "report", 1, ["dense"], [])
-    [found] = study.lines(tmp_path / "report.jsonl")
+    [found] = list(read_lines(tmp_path / "report.jsonl"))
     assert found["seconds"] > 0
     assert [row["step"] for row in found["metrics"]] == [1, 2]
     assert {row["set"] for row in found["evaluations"]} == {"in_range", "out_of_range"}
@@ -168,7 +179,7 @@ def test_a_run_that_fails_is_told_and_tried_again(study: Any, tmp_path: Path, ca
         with pytest.raises(SystemExit, match="1 of 1 runs failed"):
             study.run(study.Plan(tables, tmp_path), "report", 1, ["dense"], [])
         assert "algorithm.group_size" in capsys.readouterr().out
-    assert not study.lines(tmp_path / "report.jsonl")
+    assert not (tmp_path / "report.jsonl").exists()
 
 
 def test_the_plans_that_ship_can_be_read(study: Any, tmp_path: Path) -> None:
