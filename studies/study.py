@@ -141,7 +141,8 @@ class Plan:
         scores: dict[str, list[float]] = {}
         measures = method.get("objective", self.tables["objective"])
         for line in self.lines("tune"):
-            if (line["regime"], line["method"]) == (regime, name):
+            here = (line["regime"], line["method"]) == (regime, name)
+            if here and line["knobs"] == self.knobs(regime, name, line["value"]):
                 scores.setdefault(line["value"], []).append(objective(line, measures))
         if not scores:
             raise UserError(f"{regime}, {name}: nothing is tuned yet; run --phase tune --method {name} first")

@@ -43,8 +43,11 @@ def study() -> Iterator[Any]:
 def line(
     method: str, value: str, seed: int, greedy: float, regime: str = "dense", mean: float = 0.0, inherited: str = "1e-5"
 ) -> dict[str, Any]:
-    own = {"grpo": f"training.learning_rate={value}", "eepo": "algorithm.num_stages=2", "wide": ""}[method]
-    knobs = [own] if method == "grpo" else [f"training.learning_rate={inherited}", own]
+    knobs = [f"training.learning_rate={value if method == 'grpo' else inherited}"]
+    if method == "eepo":
+        knobs += ["algorithm.num_stages=2"]
+    if method == "wide":
+        knobs += [f"algorithm.group_size={value}", f"training.prompts_per_step={1024 // int(value)}"]
     curve = {str(k): min(1.0, greedy + 0.1 * k / 32) for k in (1, 2, 4, 8, 16, 32)}
     row = {"step": 2, "kind": "full", "set": "in_range", "num_problems": 4, "num_samples": 32, "greedy": greedy,
            "mean": mean or greedy / 2, "pass@k": curve, "distinct": 10 * greedy}  # fmt: skip
