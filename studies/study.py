@@ -122,7 +122,7 @@ class Plan:
         regime, name, value = line["regime"], line["method"], line["value"]
         if name not in dict(self.methods(regime)) or value not in self.values(phase, regime, name):
             return False
-        return line["knobs"] == self.knobs(regime, name, value)
+        return line.get("knobs") == self.knobs(regime, name, value)
 
     def lines(self, phase: str) -> list[dict[str, Any]]:
         path = self.out / f"{phase}.jsonl"
@@ -142,7 +142,7 @@ class Plan:
         measures = method.get("objective", self.tables["objective"])
         for line in self.lines("tune"):
             here = (line["regime"], line["method"]) == (regime, name)
-            if here and line["knobs"] == self.knobs(regime, name, line["value"]):
+            if here and line.get("knobs") == self.knobs(regime, name, line["value"]):
                 scores.setdefault(line["value"], []).append(objective(line, measures))
         if not scores:
             raise UserError(f"{regime}, {name}: nothing is tuned yet; run --phase tune --method {name} first")
@@ -328,6 +328,8 @@ def main() -> None:
     parser.add_argument("--into", type=Path, default=Path("docs/results/figures"), help="where figures go")
     args = parser.parse_args()
     try:
+        if args.jobs < 1:
+            raise UserError(f"--jobs = {args.jobs} must be at least 1")
         if not args.plan.is_file():
             raise UserError(f"{args.plan}: no such plan")
         plan = Plan(read_toml(args.plan), args.out)
