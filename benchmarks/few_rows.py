@@ -1,12 +1,11 @@
 """A decode step with few live rows: its matrix products and its draw, against the time to read what they read.
 
-    python benchmarks/few_rows.py  # products of two shapes by torch and by `thin_product`, and draws
-    python benchmarks/few_rows.py --profile 3B --compiled [--thin 64]  # the kernels of one step of the engine
+    python benchmarks/few_rows.py  # products of two shapes, and draws
+    python benchmarks/few_rows.py --profile 3B --compiled [--unpacked]  # the kernels of one step of the engine
 
 Products run in CUDA graphs, each over copies of its matrix that do not fit into the card's cache together. A cell is
-microseconds and the share of the measured copy rate. A tile is columns x depth, warps, stages and, if not left to
-`thin_product`, the programs that share a sum. `q+k+v` and `gate+up` are what one product for all of them would take.
-`--thin` is `thin.MOST_ROWS` for the profile.
+microseconds and the share of the measured copy rate. `q+k+v` and `gate+up` are one product for all of them, as compiled
+layers of the engine compute it (`rollout/packed.py`) unless the profile is to be `--unpacked`.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from eepo import kernels
 from eepo.compiled import compile_layers
 from eepo.head import wide_product
 from eepo.kernels.rows import Outputs, RowState
-from eepo.rollout import paged, thin
+from eepo.rollout import paged
+from eepo.rollout.packed import compile_packed
 from eepo.rollout.slots import PAGE
 
 SPREAD = 256 << 20  # bytes of copies: five times an H200's cache
 MAX_COPIES = 96
-TILES = "64x128:4:4,64x128:4:4:1,64x128:4:3,32x128:4:4,32x128:4:4:1,128x64:8:3"
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,8 @@ class Product:
     num_columns: int
     length: int
     bias: bool = False
-    per_step: int = 1  # how often, as the model asks today
-    packed_per_step: int = 1  # how often, if products with the same input were one
+    per_step: int = 1  # how often, as the model asks
+    packed_per_step: int = 1  # how often, if products with the same input are one
 
     def num_bytes(self, num_rows: int) -> int:
         moved = self.num_columns * self.length + num_rows * self.length + num_rows * self.num_columns
@@ -108,36 +107,27 @@ def _seconds(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def product_table(shape: str, args: argparse.Namespace, device: torch.device, rate: float) -> str:
-    ways = ["torch", *(["thin", *args.tiles.split(",")] if kernels.available(device) else [])]
     rows, times = [], {}
     for product in products_of(shape):
         matrices, bias = _copies(product, device)
         for num_rows in map(int, args.rows.split(",")):
-            cells = []
-            for way in ways:
-                taken = _product_microseconds(product, way, num_rows, matrices, bias, device)
-                times[product, num_rows, way] = taken
-                share = product.num_bytes(num_rows) / rate / (taken * 1e-6)
-                cells.append(f"{taken:.1f} ({100 * share:.0f} %)" if taken < float("inf") else "–")
-            rows.append([product.name, num_rows, *cells])
+            taken = times[product, num_rows] = _product_microseconds(product, num_rows, matrices, bias, device)
+            share = product.num_bytes(num_rows) / rate / (taken * 1e-6)
+            rows.append([product.name, num_rows, f"{taken:.1f} ({100 * share:.0f} %)"])
         del matrices
-    listed = shapes.table(["product", "rows", *ways], rows)
-    return f"\n{shape}, microseconds (share of the copy rate)\n{listed}\n\n{_step_table(shape, ways, times, args)}"
+    listed = shapes.table(["product", "rows", "torch"], rows)
+    return f"\n{shape}, microseconds (share of the copy rate)\n{listed}\n\n{_step_table(shape, times, args)}"
 
 
-def _step_table(shape: str, ways: list[str], times: dict[Any, float], args: argparse.Namespace) -> str:
-    """Of all products of a step: each by one way, all by their fastest, and if those of one input were one."""
+def _step_table(shape: str, times: dict[Any, float], args: argparse.Namespace) -> str:
+    """Of all products of a step: one by one, and with those of one input as one."""
     rows = []
     for num_rows in map(int, args.rows.split(",")):
-        fastest = {one: min(times[one, num_rows, way] for way in ways) for one in products_of(shape)}
-        asked = {one: one.per_step for one in fastest if one.per_step}
-        packed = {one: one.packed_per_step for one in fastest if one.packed_per_step}
-        totals = [
-            *(sum(times[one, num_rows, way] * number for one, number in asked.items()) for way in ways),
-            *(sum(fastest[one] * number for one, number in which.items()) for which in (asked, packed)),
-        ]
-        rows.append([num_rows, *(f"{total / 1000:.2f}" for total in totals)])
-    return f"{shape}, ms a step, products alone\n" + shapes.table(["rows", *ways, "best", "best, packed"], rows)
+        taken = {one: times[one, num_rows] for one in products_of(shape)}
+        apart = sum(each * one.per_step for one, each in taken.items())
+        packed = sum(each * one.packed_per_step for one, each in taken.items())
+        rows.append([num_rows, f"{apart / 1000:.2f}", f"{packed / 1000:.2f}"])
+    return f"{shape}, ms a step, products alone\n" + shapes.table(["rows", "torch", "packed"], rows)
 
 
 def _copies(product: Product, device: torch.device) -> tuple[list[Tensor], Tensor | None]:
@@ -150,59 +140,31 @@ def _copies(product: Product, device: torch.device) -> tuple[list[Tensor], Tenso
 
 
 def _product_microseconds(
-    product: Product, way: str, num_rows: int, matrices: list[Tensor], bias: Tensor | None, device: torch.device
+    product: Product, num_rows: int, matrices: list[Tensor], bias: Tensor | None, device: torch.device
 ) -> float:
-    """Infinite where a tile does not fit into the card's shared memory."""
     x = torch.randn(num_rows, product.length, device=device, dtype=torch.bfloat16)
-    if way == "torch":
-        multiply = wide_product if product.name == "head" else partial(_linear, bias=bias)
-        return microseconds([partial(multiply, x, matrix) for matrix in matrices], device, lambda: None)
-    from triton import OutOfResources
-
-    from eepo.kernels.thin_product import thin_product
-
-    options = {"bias": bias, "tile": None if way == "thin" else _tile(way)}
-    options["dtype"] = torch.float32 if product.name == "head" else None
-    try:
-        return microseconds([partial(thin_product, x, one, **options) for one in matrices], device, lambda: None)
-    except OutOfResources:
-        return float("inf")
+    multiply = wide_product if product.name == "head" else partial(_linear, bias=bias)
+    return microseconds([partial(multiply, x, matrix) for matrix in matrices], device, lambda: None)
 
 
 def _linear(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
     return linear(x, matrix, bias)
 
 
-def _tile(text: str) -> Any:
-    from eepo.kernels.thin_product import Tile
-
-    size, *more = text.split(":")
-    return Tile(*map(int, size.split("x")), *map(int, more))
-
-
 # --- draws
 
 
 def draw_table(args: argparse.Namespace, device: torch.device, rate: float) -> str:
-    """A program for each row, and one for each block of each row."""
-    ways: dict[str, int | None] = {"by rows": 0, "by blocks": 1 << 30}  # rows that count as few
-    if not kernels.available(device):
-        ways = {"plain": None}
     lines = []
     for num_rows in map(int, args.draws.split(",")):
-        taken = [_draw_microseconds(num_rows, few, device) for few in ways.values()]
-        read = num_rows * shapes.VOCABULARY * 4
-        cells = [f"{one:.1f} ({100 * read / rate / (one * 1e-6):.0f} %)" for one in taken]
-        lines.append([num_rows, *cells])
-    return f"\ndraws, microseconds (share of the copy rate)\n{shapes.table(['rows', *ways], lines)}"
+        taken = _draw_microseconds(num_rows, device)
+        share = num_rows * shapes.VOCABULARY * 4 / rate / (taken * 1e-6)
+        lines.append([num_rows, f"{taken:.1f} ({100 * share:.0f} %)"])
+    return f"\ndraws, microseconds (share of the copy rate)\n{shapes.table(['rows', 'draw'], lines)}"
 
 
-def _draw_microseconds(num_rows: int, few_rows: int | None, device: torch.device, repeats: int = 20) -> float:
+def _draw_microseconds(num_rows: int, device: torch.device, repeats: int = 20) -> float:
     draw = kernels.chosen("draw", device)
-    if few_rows is not None:
-        from eepo.kernels import draw as module
-
-        module.FEW_ROWS = few_rows
     state, outputs = RowState.of(num_rows, device), _outputs(num_rows, repeats + 1, device)
     every, temperature = torch.arange(num_rows, device=device), torch.ones(1, device=device)
     state.outputs.copy_(every)
@@ -229,14 +191,13 @@ def _outputs(num_lines: int, width: int, device: torch.device) -> Outputs:
 
 def profile(args: argparse.Namespace, device: torch.device) -> None:
     """Rows in the midst of things, each with pages of its own."""
-    thin.MOST_ROWS = args.thin
     sizes = [int(size) for size in args.profile_rows.split(",")]
     most = max(sizes)
     engine = shapes.Forced(shapes.new_model(args.profile, torch.bfloat16, device), most, {})
     if problem := engine.unusable():
         raise SystemExit(f"the paged engine cannot be used here: {problem}")
     if args.compiled:
-        compile_layers(engine.model)
+        (compile_layers if args.unpacked else compile_packed)(engine.model)
     width = -(-(args.length + paged.AHEAD) // PAGE) + 2
     buffers = paged._Buffers(engine, most * width + 1, most, args.length + PAGE, most, PAGE)
     buffers.reset(1.0)
@@ -273,8 +234,8 @@ def _print_kernels(buffers: Any, num_rows: int, args: argparse.Namespace, device
             rows.append((taken, one.count / turns, one.key[:90]))
     rows.sort(reverse=True)
     total, num_kernels = sum(row[0] for row in rows), sum(row[1] for row in rows)
-    few = args.thin if buffers.engine._thin else 0
-    print(f"\n{args.profile}, {num_rows} rows of {args.length} tokens, thin products up to {few} rows: "
+    way = ("compiled, " + ("unpacked" if args.unpacked else "packed")) if args.compiled else "not compiled"
+    print(f"\n{args.profile}, {num_rows} rows of {args.length} tokens, {way}: "
           f"{1000 * alone:.2f} ms a step, {total / 1000:.2f} ms of them in {num_kernels:.0f} kernels")  # fmt: skip
     listed = [[name, f"{count:g}", f"{taken:.1f}", f"{taken / count:.1f}"] for taken, count, name in rows[:30]]
     print(shapes.table(["kernel", "a step", "microseconds", "each"], listed), flush=True)
@@ -285,11 +246,10 @@ def main() -> None:
     parser.add_argument("--shapes", default="3B,0.5B", help="of products; commas between")
     parser.add_argument("--rows", default="8,16,32,64,128", help="of products")
     parser.add_argument("--draws", default="8,64,256,1024", help="rows of draws")
-    parser.add_argument("--tiles", default=TILES, help="columns x depth:warps:stages[:splits], commas between")
     parser.add_argument("--profile", choices=shapes.SHAPES, help="of this shape, and nothing else")
     parser.add_argument("--profile-rows", default="8,64")
     parser.add_argument("--compiled", action="store_true", help="layers of the profile")
-    parser.add_argument("--thin", type=int, default=0, help="rows that count as few in the profile")
+    parser.add_argument("--unpacked", action="store_true", help="each product of compiled layers by itself")
     parser.add_argument("--length", type=int, default=500, help="tokens behind each row of the profile")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

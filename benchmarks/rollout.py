@@ -27,7 +27,7 @@ from typing import Any
 import shapes
 import torch
 
-from eepo.compiled import compile_layers
+from eepo.rollout.packed import compile_packed
 from eepo.rollout.transformers import TransformersEngine
 from eepo.types import Prompt, Sampling
 
@@ -69,7 +69,7 @@ def ours(model: Any, args: argparse.Namespace, cases: list[Case], compiled: bool
     problem = engine.unusable()
     if problem:
         sys.exit(f"the paged engine cannot be used here: {problem}")
-    if compiled and not compile_layers(own):
+    if compiled and not compile_packed(own):
         return None
 
     def run(case: Case) -> int:

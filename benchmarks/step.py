@@ -30,6 +30,7 @@ from eepo.config import AlgorithmConfig
 from eepo.metrics import StepMetrics
 from eepo.optimizers import build_optimizer
 from eepo.policy import Policy
+from eepo.rollout.packed import compile_packed
 from eepo.types import Prompt, Sampling, Verdict
 
 NUM_PROMPTS, MINI_BATCH, GROUP = 128, 64, 8
@@ -60,8 +61,9 @@ def ours(args: argparse.Namespace, device: torch.device, **options: Any) -> list
     if problem:
         raise SystemExit(f"the paged engine cannot be used here: {problem}")
     if args.compile:
-        for each in (model, engine.model, reference.model):
+        for each in (model, reference.model):
             compile_layers(each)
+        compile_packed(engine.model)
     algorithm = EEPO(
         policy=policy, reference=reference, engine=engine, reward=Drawn(),
         optimizer=build_optimizer("adamw", model.parameters(), 1e-7, 0.01, 0),

@@ -27,15 +27,18 @@ def can_compile(model: Any) -> bool:
     return model.device.type == "cuda" and not kernels.lacking()
 
 
-def compile_layers(model: Any) -> bool:
-    """In place; names of weights stay. False, with one line, where torch cannot compile for the device."""
+def compile_layers(model: Any, options: dict[str, Any] | None = None) -> bool:
+    """In place; names of weights stay. False, with one line, where torch cannot compile for the device.
+
+    `options` are for the compiler.
+    """
     if not can_compile(model):
         log.warning("layers are not compiled: %s", kernels.lacking() or "that needs a GPU")
         return False
     # A policy, its reference and an engine share the code of a layer, and ask it in several modes each.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     for layer in decoder_layers(model):
-        layer.compile(dynamic=True)
+        layer.compile(dynamic=True, options=options)
     return True
 
 

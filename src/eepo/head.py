@@ -6,7 +6,6 @@ sixteenth, and so would the ratio of the two.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +14,6 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from eepo import kernels
-
-Product = Callable[[Tensor, Tensor], Tensor]  # [N, H], [V, H] -> [N, V] fp32
 
 
 @dataclass(frozen=True)
@@ -36,8 +33,8 @@ class Head:
         cap = getattr(config, "final_logit_softcapping", None) or 0.0
         return cls(projection.weight, getattr(projection, "bias", None), scale, cap)
 
-    def logits(self, hidden: Tensor, product: Product | None = None) -> Tensor:  # [N, H] -> [N, V] fp32
-        logits = (product or wide_product)(hidden, self.weight)
+    def logits(self, hidden: Tensor) -> Tensor:  # [N, H] -> [N, V] fp32
+        logits = wide_product(hidden, self.weight)
         if self.bias is not None:
             logits += self.bias
         if self.scale != 1.0:

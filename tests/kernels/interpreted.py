@@ -27,8 +27,6 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from eepo.kernels import draw as draw_module
 from eepo.kernels import head as head_module
 from eepo.kernels import paged_attention as attention_module
-from eepo.kernels import thin_product as product_module
-from eepo.rollout import thin
 from eepo.rollout.paged import PagedEngine
 from eepo.rollout.transformers import TransformersEngine
 from eepo.types import Prompt, Sampling
@@ -100,24 +98,16 @@ def drawn_by_both(
     given = logits, torch.tensor(sources), torch.tensor(slots), inverse, torch.tensor(ends)
     theirs = copy.deepcopy((state, outputs))
     reference.draw(*given, *theirs)
-    for few_rows in (0, 99):
-        ours = copy.deepcopy((state, outputs))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(draw_module, "FEW_ROWS", few_rows)
-            draw_module.draw(*given, *ours)
-        for one, other in zip(ours, theirs, strict=True):
-            for part in fields(one):
-                got, expected = getattr(one, part.name), getattr(other, part.name)
-                if got.dtype.is_floating_point:
-                    torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-5, msg=part.name)
-                else:
-                    assert torch.equal(got, expected), part.name
+    ours = copy.deepcopy((state, outputs))
+    draw_module.draw(*given, *ours)
+    for one, other in zip(ours, theirs, strict=True):
+        for part in fields(one):
+            got, expected = getattr(one, part.name), getattr(other, part.name)
+            if got.dtype.is_floating_point:
+                torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-5, msg=part.name)
+            else:
+                assert torch.equal(got, expected), part.name
     return ours
-
-
-@pytest.fixture(params=[0, 99], ids=["many", "few"])
-def however_many(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draw_module, "FEW_ROWS", request.param)
 
 
 def random_logits(rows: int, vocabulary: int, seed: int = 0) -> Tensor:
@@ -191,7 +181,7 @@ def test_draws_near_0_and_1_stay_on_tokens_that_can_be(draw: int) -> None:
         assert after.tokens.tolist() == [50, 59]
 
 
-def test_a_draw_of_0_does_not_leave_a_block_that_hardly_weighs(however_many: None) -> None:
+def test_a_draw_of_0_does_not_leave_a_block_that_hardly_weighs() -> None:
     logits = torch.full((1, 48), -100.0)
     logits[0, 40] = 3.0
     state, outputs = books(1, 1, 3)
@@ -203,7 +193,7 @@ def test_a_draw_of_0_does_not_leave_a_block_that_hardly_weighs(however_many: Non
 
 
 @pytest.mark.parametrize("size", [1e2, 1e4, 1e30])
-def test_huge_logits_overflow_nothing(size: float, however_many: None) -> None:
+def test_huge_logits_overflow_nothing(size: float) -> None:
     logits = random_logits(3, 40).sign() * size
     logits[0] = -size
     logits[1, 7] = 2 * size
@@ -232,7 +222,7 @@ def test_equal_logits_of_one_row(temperature: float) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_no_numbers_draw_a_token_of_the_vocabulary(temperature: float, however_many: None) -> None:
+def test_logits_that_are_no_numbers_draw_a_token_of_the_vocabulary(temperature: float) -> None:
     """A diverged model must not write beyond its books, nor read beyond its logits."""
     state, outputs = books(2, 2, 3)
     logits, every = random_logits(2, 37), torch.arange(2)
@@ -412,49 +402,6 @@ def test_rows_of_logits_may_lie_apart() -> None:
     assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
 
 
-# --- products of few rows
-
-
-def multiplied_by_both(
-    num_rows: int, num_columns: int, length: int, splits: int, bias: bool, kind: Any = torch.float32, **options: Any
-) -> Tensor:
-    generator = torch.Generator().manual_seed(5)
-    x, matrix = (torch.randn(n, length + 3, generator=generator).to(kind)[:, :length] for n in (num_rows, num_columns))
-    added = torch.randn(num_columns, generator=generator).to(kind) if bias else None
-    tile = product_module.Tile(columns=16, depth=16, splits=splits)
-    got = product_module.thin_product(x, matrix, added, tile=tile, **options)
-    expected = reference.thin_product(x, matrix, added, **options)
-    assert got.dtype == expected.dtype
-    close = {"rtol": 1e-5, "atol": 1e-4} if kind == torch.float32 else {"rtol": 2e-3, "atol": 2e-3}
-    torch.testing.assert_close(got, expected, **close)
-    return got
-
-
-@pytest.mark.parametrize("splits", [1, 2, 8])  # of three blocks: some of eight programs have none
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("num_rows", "num_columns", "length"), [(1, 16, 48), (3, 37, 48), (17, 20, 37), (16, 5, 7)])
-def test_products_of_few_rows(num_rows: int, num_columns: int, length: int, bias: bool, splits: int) -> None:
-    multiplied_by_both(num_rows, num_columns, length, splits, bias)
-
-
-def test_products_of_half_types_are_summed_and_may_be_kept_in_fp32() -> None:
-    for splits in (1, 2):
-        for dtype in (torch.float16, torch.float32):
-            assert multiplied_by_both(3, 20, 40, splits, True, torch.float16, dtype=dtype).dtype == dtype
-
-
-def test_a_matrix_that_lies_the_other_way() -> None:
-    x, matrix = torch.randn(32, 3).t(), torch.randn(32, 20).t()
-    torch.testing.assert_close(product_module.thin_product(x, matrix), x @ matrix.t(), rtol=1e-5, atol=1e-4)
-
-
-def test_sums_are_shared_where_columns_are_few() -> None:
-    """Tiles of columns, and blocks of the sum."""
-    asked = {(4, 16): 8, (32, 86): 4, (32, 16): 4, (32, 3): 1, (32, 7): 2, (172, 16): 1, (2374, 16): 1}
-    assert {sizes: product_module.num_splits(*sizes) for sizes in asked} == asked
-    assert product_module.tile_for(8).columns < product_module.tile_for(128).columns
-
-
 # --- the engine, with kernels
 
 
@@ -477,21 +424,13 @@ class Wordless:
         return [""] * len(rows)
 
 
-@pytest.mark.parametrize(("few_rows", "most_rows"), [(0, 0), (99, 0), (99, 8)])
-def test_the_engine_draws_the_same_with_any_of_them(
-    few_rows: int, most_rows: int, splits: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_engine_draws_the_same_with_them(splits: Any) -> None:
     splits(1)
-    monkeypatch.setattr(draw_module, "FEW_ROWS", few_rows)
-    monkeypatch.setattr(thin, "MOST_ROWS", most_rows)
-    monkeypatch.setattr(thin, "TYPES", {torch.float32})
-    monkeypatch.setattr(product_module, "tile_for", lambda num_rows: product_module.Tile(columns=32, splits=1))
     prompts = [Prompt(str(place), "", ids) for place, ids in enumerate([(5, 9, 30), (7,), (3, 3, 8, 40)])]
     sampling = Sampling(temperature=0.8, max_new_tokens=4, seed=3)
     model = tiny_model()
     engine = PagedEngine(copy.deepcopy(model), Wordless())
     assert engine.unusable() == ""
-    assert engine._thin == bool(most_rows)
     got = engine.generate(prompts, 2, sampling)
     expected = TransformersEngine(model, Wordless()).generate(prompts, 2, sampling)
     assert [[one.token_ids for one in group] for group in got] == [[one.token_ids for one in g] for g in expected]

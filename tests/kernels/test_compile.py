@@ -12,14 +12,13 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from eepo.kernels import draw, head, paged_attention, thin_product
+from eepo.kernels import draw, head, paged_attention
 
 CARDS = [80, 90]  # Ampere, Hopper
-SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes that one program can have
 INT64 = {"sources", "slots", "ends", "tokens", "positions", "num_drawn", "limits", "keys", "outputs", "targets"}
 INT32 = {"live", "out_tokens", "out_lengths", "out_finished", "tables"}
-COUNTS = {"vocabulary", "window", "stride", "num_rows", "num_columns", "length", "size", "num_splits"}
-CACHED = {"query", "new_key", "new_value", "key_pages", "value_pages", "out", "x", "matrix", "bias"}
+COUNTS = {"vocabulary", "window", "stride"}
+CACHED = {"query", "new_key", "new_value", "key_pages", "value_pages", "out"}
 
 ATTENTION: dict[str, Any] = {
     "NUM_HEADS": 14, "GROUP": 7, "ROWS": 16, "SIZE": 64, "PADDED": 64, "PAGE": 64, "SPLITS": 1, "SOFTCAP": False,
@@ -45,27 +44,20 @@ def kind(name: str, cached: str) -> str:
     return cached if name in CACHED else "*fp32"
 
 
-def compiled(*given: Any, **options: Any) -> Any:
-    return made(*given, **options).asm
-
-
-def made(
-    kernel: Any, constants: dict[str, Any], card: int, num_warps: int, cached: str = "*bf16", **options: Any
-) -> Any:
+def compiled(kernel: Any, constants: dict[str, Any], card: int, num_warps: int, cached: str = "*bf16") -> Any:
     signature = {name: "constexpr" if name in constants else kind(name, cached) for name in kernel.arg_names}
     aligned = {  # as addresses and even sizes are: Triton is told so at a launch
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(kernel.arg_names)
-        if name not in {*constants, "num_rows", "num_splits", "scale", "softcap", "vocabulary", "window"}
+        if name not in {*constants, "scale", "softcap", "vocabulary", "window"}
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    return compile(source, target=GPUTarget("cuda", card, 32), options={"num_warps": num_warps, **options})
+    return compile(source, target=GPUTarget("cuda", card, 32), options={"num_warps": num_warps}).asm
 
 
 @pytest.mark.parametrize("card", CARDS)
 def test_draws(card: int) -> None:
     constants = {"NUM_BLOCKS": 75, "PADDED_BLOCKS": 128, "BLOCK": draw.BLOCK, "NUM_ENDS": 2}
-    assert compiled(draw._row_kernel, constants, card, 8)["cubin"]
     assert compiled(draw._join_kernel, constants, card, 8)["cubin"]
     assert compiled(draw._block_kernel, {"PADDED_BLOCKS": 128, "BLOCK": draw.BLOCK}, card, 4)["cubin"]
 
@@ -91,19 +83,3 @@ def test_attention_over_pages(shape: dict[str, Any], cached: str, card: int) -> 
 def test_parts_are_joined() -> None:
     constants = {"SIZE": 80, "PADDED": 128, "SPLITS": 16}
     assert compiled(paged_attention._join_kernel, constants, 90, 1)["cubin"]
-
-
-@pytest.mark.parametrize("card", CARDS)
-@pytest.mark.parametrize(
-    ("num_rows", "bias", "even"), [(16, True, True), (32, False, False), (64, True, True), (128, False, True)]
-)
-def test_products_of_few_rows(num_rows: int, bias: bool, even: bool, card: int) -> None:
-    tile = thin_product.tile_for(num_rows)
-    constants = {
-        "ROWS": num_rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "EVEN": even, "BIAS": bias, "PRECISION": "tf32",
-    }  # fmt: skip
-    product = made(thin_product._product_kernel, constants, card, tile.num_warps, num_stages=tile.num_stages)
-    assert product.asm["cubin"]
-    assert "cp.async" in product.asm["ptx"]  # loads run ahead of the sums
-    assert product.metadata.shared <= SHARED[card] // 2
-    assert compiled(thin_product._sum_kernel, {"BIAS": bias, "BLOCK": 1024}, card, 4)["cubin"]

@@ -1,7 +1,7 @@
 """One draw for each row from its logits, and the row's books: the vocabulary is read once, and one block of it twice.
 
-What it draws is what `reference.draw` draws. Rows that are many are read by one program each. A few would leave most of
-the card idle: each of their blocks then has a program of its own, and a second kernel joins what these found.
+What it draws is what `reference.draw` draws. Each block of each row has a program of its own, so that the whole card
+reads, however few rows there are; a second kernel joins what these found.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from torch import Tensor
 from eepo.kernels.rows import Outputs, RowState
 
 BLOCK = 2048
-FEW_ROWS = 256  # up to so many, blocks are read side by side
 GOLDEN = tl.constexpr(-7046029254386353131)  # splitmix64's numbers, as int64
 MIX_1 = tl.constexpr(-4658895280553007687)
 MIX_2 = tl.constexpr(-7723592293110705685)
@@ -50,81 +49,6 @@ def _masses_of(values, top):
 
 
 @triton.jit
-def _conclude(
-    row, scale, slot, block_tops, block_sums, top, total, weighted, inverse_temperature, ends,
-    tokens, positions, num_drawn, limits, keys, outputs, live,
-    out_tokens, out_logprobs, out_entropies, out_lengths, out_finished, out_stride,
-    vocabulary,
-    NUM_BLOCKS: tl.constexpr, PADDED_BLOCKS: tl.constexpr, BLOCK: tl.constexpr, NUM_ENDS: tl.constexpr,
-):  # fmt: skip
-    """Draws a block by what blocks weigh, then a token in it; and moves the row on."""
-    greedy = tl.load(inverse_temperature) == 0.0
-    blocks = tl.arange(0, PADDED_BLOCKS)
-    position = tl.load(num_drawn + slot)
-    cumulative = tl.cumsum((block_sums * tl.exp(block_tops - top)).to(tl.float64), 0)
-    target = _uniform(tl.load(keys + slot), position) * tl.max(cumulative, 0)
-    chosen = tl.minimum(tl.sum((cumulative <= target).to(tl.int32), 0), NUM_BLOCKS - 1)
-    chosen = tl.where(greedy, tl.argmax(block_tops, 0), chosen)  # the first of equals
-    before = tl.max(tl.where(blocks < chosen, cumulative, 0.0), 0)
-    values = _values_of(row, chosen, scale, vocabulary, BLOCK)
-    within = tl.cumsum(tl.exp(values - top).to(tl.float64), 0)
-    target = tl.minimum(target - before, tl.max(within, 0) * (1.0 - 1e-12))  # rounding must not leave the block
-    inside = tl.where(greedy, tl.argmax(values, 0), tl.sum((within <= target).to(tl.int32), 0))
-    token = tl.minimum(chosen * BLOCK + inside, vocabulary - 1)  # whatever logits hold, no other row is read
-
-    log_total = top + tl.log(total)
-    line = tl.load(outputs + slot) * out_stride + position
-    tl.store(out_tokens + line, token)
-    tl.store(out_logprobs + line, tl.load(row + token).to(tl.float32) * scale - log_total)
-    tl.store(out_entropies + line, log_total - weighted / total)
-    ended = tl.sum((tl.load(ends + tl.arange(0, NUM_ENDS)) == token).to(tl.int32), 0) > 0
-    tl.store(out_lengths + tl.load(outputs + slot), (position + 1).to(tl.int32))
-    tl.store(out_finished + tl.load(outputs + slot), ended.to(tl.int32))
-    tl.store(tokens + slot, token.to(tl.int64))
-    tl.store(positions + slot, tl.load(positions + slot) + 1)
-    tl.store(num_drawn + slot, position + 1)
-    tl.store(live + slot, ((position + 1 < tl.load(limits + slot)) & (ended == 0)).to(tl.int32))
-
-
-@triton.jit
-def _row_kernel(
-    logits, logits_stride, sources, slots, inverse_temperature, ends,
-    tokens, positions, num_drawn, limits, keys, outputs, live,
-    out_tokens, out_logprobs, out_entropies, out_lengths, out_finished, out_stride,
-    vocabulary,
-    NUM_BLOCKS: tl.constexpr, PADDED_BLOCKS: tl.constexpr, BLOCK: tl.constexpr, NUM_ENDS: tl.constexpr,
-):  # fmt: skip
-    """One program a row: block after block, sums relative to the highest value so far."""
-    slot = tl.load(slots + tl.program_id(0))
-    if tl.load(live + slot) == 0:
-        return
-    row = logits + tl.load(sources + tl.program_id(0)) * logits_stride
-    scale = _scale_of(inverse_temperature)
-    blocks = tl.arange(0, PADDED_BLOCKS)
-    top = float("-inf")
-    total = 0.0
-    weighted = 0.0
-    block_tops = tl.full([PADDED_BLOCKS], float("-inf"), tl.float32)
-    block_sums = tl.zeros([PADDED_BLOCKS], tl.float32)
-    for block in range(NUM_BLOCKS):
-        values = _values_of(row, block, scale, vocabulary, BLOCK)
-        new_top = tl.maximum(top, tl.max(values, 0))
-        fade = tl.exp(top - tl.where(new_top == float("-inf"), 0.0, new_top))
-        block_sum, block_weighted = _masses_of(values, new_top)
-        total = total * fade + block_sum
-        weighted = weighted * fade + block_weighted
-        top = new_top
-        block_tops = tl.where(blocks == block, new_top, block_tops)
-        block_sums = tl.where(blocks == block, block_sum, block_sums)
-    _conclude(
-        row, scale, slot, block_tops, block_sums, top, total, weighted, inverse_temperature, ends,
-        tokens, positions, num_drawn, limits, keys, outputs, live,
-        out_tokens, out_logprobs, out_entropies, out_lengths, out_finished, out_stride, vocabulary,
-        NUM_BLOCKS, PADDED_BLOCKS, BLOCK, NUM_ENDS,
-    )  # fmt: skip
-
-
-@triton.jit
 def _block_kernel(logits, logits_stride, sources, slots, inverse_temperature, live, parts, vocabulary,
                   PADDED_BLOCKS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """One program a row and block: the block's highest value, and sums relative to it."""
@@ -149,7 +73,7 @@ def _join_kernel(
     vocabulary,
     NUM_BLOCKS: tl.constexpr, PADDED_BLOCKS: tl.constexpr, BLOCK: tl.constexpr, NUM_ENDS: tl.constexpr,
 ):  # fmt: skip
-    """One program a row, after those of its blocks."""
+    """One program a row, after those of its blocks: a block by what blocks weigh, then a token in it; and the books."""
     slot = tl.load(slots + tl.program_id(0))
     if tl.load(live + slot) == 0:
         return
@@ -161,14 +85,36 @@ def _join_kernel(
     block_weighted = tl.load(part + 2 * PADDED_BLOCKS, mask=there, other=0.0)
     top = tl.max(block_tops, 0)
     fade = tl.exp(block_tops - top)
+    total = tl.sum(block_sums * fade, 0)
+    weighted = tl.sum(block_weighted * fade, 0)
+
     row = logits + tl.load(sources + tl.program_id(0)) * logits_stride
-    _conclude(
-        row, _scale_of(inverse_temperature), slot, block_tops, block_sums, top, tl.sum(block_sums * fade, 0),
-        tl.sum(block_weighted * fade, 0), inverse_temperature, ends,
-        tokens, positions, num_drawn, limits, keys, outputs, live,
-        out_tokens, out_logprobs, out_entropies, out_lengths, out_finished, out_stride, vocabulary,
-        NUM_BLOCKS, PADDED_BLOCKS, BLOCK, NUM_ENDS,
-    )  # fmt: skip
+    scale = _scale_of(inverse_temperature)
+    greedy = tl.load(inverse_temperature) == 0.0
+    position = tl.load(num_drawn + slot)
+    cumulative = tl.cumsum((block_sums * fade).to(tl.float64), 0)
+    target = _uniform(tl.load(keys + slot), position) * tl.max(cumulative, 0)
+    chosen = tl.minimum(tl.sum((cumulative <= target).to(tl.int32), 0), NUM_BLOCKS - 1)
+    chosen = tl.where(greedy, tl.argmax(block_tops, 0), chosen)  # the first of equals
+    before = tl.max(tl.where(blocks < chosen, cumulative, 0.0), 0)
+    values = _values_of(row, chosen, scale, vocabulary, BLOCK)
+    within = tl.cumsum(tl.exp(values - top).to(tl.float64), 0)
+    target = tl.minimum(target - before, tl.max(within, 0) * (1.0 - 1e-12))  # rounding must not leave the block
+    inside = tl.where(greedy, tl.argmax(values, 0), tl.sum((within <= target).to(tl.int32), 0))
+    token = tl.minimum(chosen * BLOCK + inside, vocabulary - 1)  # whatever logits hold, no other row is read
+
+    log_total = top + tl.log(total)
+    line = tl.load(outputs + slot) * out_stride + position
+    tl.store(out_tokens + line, token)
+    tl.store(out_logprobs + line, tl.load(row + token).to(tl.float32) * scale - log_total)
+    tl.store(out_entropies + line, log_total - weighted / total)
+    ended = tl.sum((tl.load(ends + tl.arange(0, NUM_ENDS)) == token).to(tl.int32), 0) > 0
+    tl.store(out_lengths + tl.load(outputs + slot), (position + 1).to(tl.int32))
+    tl.store(out_finished + tl.load(outputs + slot), ended.to(tl.int32))
+    tl.store(tokens + slot, token.to(tl.int64))
+    tl.store(positions + slot, tl.load(positions + slot) + 1)
+    tl.store(num_drawn + slot, position + 1)
+    tl.store(live + slot, ((position + 1 < tl.load(limits + slot)) & (ended == 0)).to(tl.int32))
 
 
 def draw(
@@ -190,10 +136,8 @@ def draw(
         outputs.tokens.stride(0), logits.shape[1],
     )  # fmt: skip
     sizes = {"NUM_BLOCKS": num_blocks, "PADDED_BLOCKS": padded, "BLOCK": BLOCK, "NUM_ENDS": len(ends)}
-    if len(slots) > FEW_ROWS:
-        _row_kernel[(len(slots),)](*given, *books, **sizes, num_warps=8)
-        return
-    parts = torch.empty(len(slots), 3, padded, device=logits.device)  # highest values, sums, sums weighted by value
+    # Highest values, sums, sums weighted by value: 12 bytes for a block, of which logits take 8 KB.
+    parts = torch.empty(len(slots), 3, padded, device=logits.device)
     _block_kernel[(len(slots), num_blocks)](
         *given, state.live, parts, logits.shape[1], PADDED_BLOCKS=padded, BLOCK=BLOCK, num_warps=4
     )

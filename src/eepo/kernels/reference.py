@@ -95,12 +95,6 @@ def paged_attention(
     return torch.einsum("bhl,blhd->bhd", masses, values).to(query.dtype)
 
 
-def thin_product(x: Tensor, matrix: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """As `thin_product.thin_product`."""
-    out = x.float() @ matrix.float().t()
-    return (out if bias is None else out + bias.float()).to(dtype or x.dtype)
-
-
 def _shift(value: Tensor, bits: int) -> Tensor:
     """Logical right shift: torch shifts int64 arithmetically."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)

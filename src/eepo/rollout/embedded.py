@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from eepo.compiled import compile_layers, wants_compiling
+from eepo.compiled import wants_compiling
+from eepo.rollout.packed import compile_packed
 from eepo.rollout.paged import PagedEngine
 from eepo.rollout.transformers import TransformersEngine
 
@@ -24,5 +25,5 @@ def embedded_engine(
         log.warning("sampling without pages and CUDA graphs, which is slower: %s", problem)
         return TransformersEngine(model, tokenizer, max_rows, stop)
     if wants_compiling(model, compiled):
-        compile_layers(model)
+        compile_packed(model)
     return engine

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from eepo import kernels
 from eepo.attention import NAME, strays
-from eepo.head import Head, wide_product
+from eepo.head import Head
 from eepo.kernels.rows import Outputs, RowState
-from eepo.rollout import thin
 from eepo.rollout.pages import PagedCache, Prefill, send_numbers
 from eepo.rollout.randomness import row_key
 from eepo.rollout.slots import PAGE, SCRATCH, Prefix, Row, Slots, pages_needed
@@ -45,7 +44,6 @@ class PagedEngine(TransformersEngine):
         self.graphs = graphs and self.device.type == "cuda"
         self.cache = PagedCache(model)
         self._ends = _power_of_two(self._eos.tolist(), self.device)
-        self._thin = False  # whether products of few rows have a kernel of their own
         self._buffers: _Buffers | None = None
         self._short = False  # of memory for all pages that might be wanted
         self._per_slot = 0.0  # pages at most, in the calls so far; 0: not known, or it was not enough
@@ -67,7 +65,6 @@ class PagedEngine(TransformersEngine):
             except (NotImplementedError, TypeError, RuntimeError, AttributeError) as error:
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         self.model.config._attn_implementation = usual if reason else NAME
-        self._thin = not reason and thin.adopt(self.model)
         return reason
 
     @torch.inference_mode()
@@ -200,7 +197,7 @@ class _Buffers:
 
     def draw(self, hidden: Tensor, sources: Tensor, slots: Tensor) -> None:
         draw = kernels.chosen("draw", hidden.device)
-        logits = Head.of(self.engine.model).logits(hidden, thin.logits_product if self.engine._thin else wide_product)
+        logits = Head.of(self.engine.model).logits(hidden)
         draw(logits, sources, slots, self.inverse_temperature, self.engine._ends, self.state, self.outputs)
 
     def _capture(self, size: int) -> None:
