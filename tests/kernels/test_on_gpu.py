@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 from eepo import kernels
 from eepo.kernels import draw as draw_module
 from eepo.kernels import reference
 from eepo.kernels.rows import Outputs, RowState
+from eepo.rollout.packed import compile_packed
+from eepo.rollout.paged import PagedEngine
+from eepo.rollout.transformers import TransformersEngine
+from eepo.types import Prompt, Sampling
 
 GPU = torch.device("cuda")
 pytestmark = pytest.mark.skipif(
@@ -47,10 +53,53 @@ def test_draws_of_a_real_vocabulary(num_rows: int, temperature: float, dtype: to
     given = logits, every, every, inverse, torch.tensor([1], device=GPU)
     plain = copy.deepcopy((state, outputs))
     reference.draw(*given, *plain)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
     draw_module.draw(*given, state, outputs)
+    assert torch.cuda.max_memory_allocated() - before <= 2048 * num_rows  # what the blocks found
     same = (outputs.tokens == plain[1].tokens).all(1)
     assert same.float().mean() >= 0.99  # sums in another order may step over a neighbour
     torch.testing.assert_close(outputs.logprobs[same], plain[1].logprobs[same], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(outputs.entropies, plain[1].entropies, rtol=1e-4, atol=1e-4)
     assert torch.equal(state.positions, plain[0].positions)
     assert torch.equal(outputs.lengths[same], plain[1].lengths[same])
+
+
+class Wordless:
+    eos_token_id = 1
+
+    def batch_decode(self, rows: Any, **options: Any) -> list[str]:
+        return [""] * len(rows)
+
+
+def test_a_compiled_engine_with_packed_products_draws_what_the_plain_one_draws() -> None:
+    """And its decode step has four products in each layer, and the head's."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=997, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, eos_token_id=1, bos_token_id=None, pad_token_id=0, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(GPU).eval()
+    for weight in model.parameters():
+        weight.data.mul_(5)  # far from uniform
+    engine = PagedEngine(copy.deepcopy(model), Wordless())
+    assert engine.unusable() == ""
+    assert compile_packed(engine.model)
+    prompts = [Prompt(str(place), "", tuple(range(5, 9 + 30 * place))) for place in range(5)]
+    sampling = Sampling(temperature=0.0, max_new_tokens=40)
+    for factor in (1.0, 1.1):  # the second time from weights that are pushed
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(factor)
+        engine.load_weights(model.named_parameters())
+        got, expected = (one.generate(prompts, 2, sampling) for one in (engine, TransformersEngine(model, Wordless())))
+        pairs = [pair for ours, theirs in zip(got, expected, strict=True) for pair in zip(ours, theirs, strict=True)]
+        same = [ours.token_ids == theirs.token_ids for ours, theirs in pairs]
+        assert sum(same) >= 0.9 * len(same)  # a tie, broken by rounding, changes all that follows
+    assert engine.graphs
+    buffers = engine._buffers
+    assert buffers is not None
+    with torch.inference_mode(), torch.profiler.profile() as seen:
+        buffers._step(8)
+    counts = {event.key: event.count for event in seen.key_averages()}
+    assert counts.get("aten::mm", 0) + counts.get("aten::addmm", 0) == 3 * 4 + 1

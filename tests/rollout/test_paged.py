@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from eepo.rollout import embedded, paged
+from eepo import compiled
+from eepo.compiled import decoder_layers
+from eepo.rollout import embedded, packed, paged
 from eepo.rollout.embedded import embedded_engine
 from eepo.rollout.paged import PagedEngine
 from eepo.rollout.slots import PAGE, Slots
@@ -320,6 +323,24 @@ def test_on_a_gpu_the_paged_engine_samples_where_it_can(
         [f"sampling without pages and CUDA graphs, which is slower: {problem}"] if problem else []
     )
     assert engine.max_rows == 64
+
+
+@pytest.mark.parametrize("choice", ["on", "off"])
+def test_products_are_packed_where_layers_are_compiled(
+    choice: str, new_model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Here(PagedEngine):
+        def __init__(self, model: OnACard, *args: Any) -> None:
+            super().__init__(model.model, *args)
+
+    monkeypatch.setattr(embedded, "PagedEngine", Here)
+    for module in (compiled, packed):
+        monkeypatch.setattr(module, "can_compile", lambda model: True)
+    model = new_model("llama")
+    embedded_engine(OnACard(model), tokenizer, 64, "", choice)
+    layers = decoder_layers(model)
+    assert {bool(layer._compiled_call_impl) for layer in layers} == {choice == "on"}
+    assert {type(layer.mlp.up_proj) for layer in layers} == {packed.PackedLinear if choice == "on" else nn.Linear}
 
 
 def test_memory_for_not_even_one_completion_is_told_in_a_line(

@@ -63,11 +63,14 @@ class OnceOnly(CustomGraphPass):
         return get_hash_for_files((__file__,))
 
 
+OPTIONS = {"post_grad_custom_pre_pass": OnceOnly()}  # one for all: layers compiled with another are compiled again
+
+
 def compile_packed(model: Any) -> bool:
     """As `compile_layers`, for a model that nobody trains, moves or copies: with products of one input as one."""
     if can_compile(model):
         pack(model)
-    return compile_layers(model, {"post_grad_custom_pre_pass": OnceOnly()})
+    return compile_layers(model, OPTIONS)
 
 
 @torch.no_grad()
