@@ -115,17 +115,20 @@ def test_a_packed_model_cannot_be_cast_away_from_its_pack(new_model: Any) -> Non
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Compile here, as far as graphs go, with the passes that the options name; how many products each graph has."""
-    whole, counts = nn.Module.compile, []
+    whole, counts, passes = nn.Module.compile, [], []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        for each in passes:
+            each(graph.graph)
+        graph.recompile()
+        counts.append(sum(node.target in PRODUCTS for node in graph.graph.nodes))
+        return graph
+
+    backend = aot_autograd(fw_compiler=count, decompositions=select_decomp_table())
 
     def compile_here(self: Any, options: dict[str, Any] | None = None, **others: Any) -> None:
-        def count(graph: Any, inputs: Any) -> Any:
-            if options:
-                options["post_grad_custom_pre_pass"](graph.graph)
-                graph.recompile()
-            counts.append(sum(node.target in PRODUCTS for node in graph.graph.nodes))
-            return graph
-
-        whole(self, backend=aot_autograd(fw_compiler=count, decompositions=select_decomp_table()), **others)
+        passes[:] = [options["post_grad_custom_pre_pass"]] if options else []
+        whole(self, backend=backend, **others)
 
     for module in (compiled, packed):
         monkeypatch.setattr(module, "can_compile", lambda model: True)
@@ -151,7 +154,7 @@ def test_a_layer_computes_products_of_one_input_once(
     said = logits(model)
     assert compile_it(model)
     torch.testing.assert_close(logits(model), said, rtol=1e-4, atol=1e-4)
-    assert set(products) == {expected}
+    assert products == [expected]  # one graph for both layers
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "gemma3_text", "mistral"])
@@ -188,7 +191,6 @@ def test_the_code_that_torch_generates_computes_them_once(
     assert compile_packed(engine.model)
     got, codes = run_and_get_code(drawn, engine)
     assert_same(got, drawn(PagedEngine(model, tokenizer)))
-    assert len(codes) <= 5  # one for both layers; prompts and single tokens part once
     counts = {sum(code.count(f"extern_kernels.{name}(") for name in ("mm", "addmm")) for code in codes}
     assert counts - {0} == {1, 2}
     torch._dynamo.reset()

@@ -80,7 +80,7 @@ def pack(model: Any) -> int:
     spared = 0
     for module in [module for layer in decoder_layers(model) for module in layer.modules()]:
         for names in SIBLINGS:
-            parts = [getattr(module, name, None) for name in names]
+            parts: list[Any] = [getattr(module, name, None) for name in names]
             if _alike(parts) and all(owners[id(weight)] == 1 for part in parts for weight in part.parameters()):
                 _join(parts)
                 spared += len(parts) - 1
