@@ -1,6 +1,8 @@
-"""A decode step with few live rows: its matrix products and its draw, against the time to read what they read.
+"""A decode step with few live rows: its matrix products, its attention and its draw, against the time to read what they
+read.
 
     python benchmarks/few_rows.py  # products of two shapes, and draws
+    python benchmarks/few_rows.py --attention 3B  # by how it is split among programs
     python benchmarks/few_rows.py --profile 3B --compiled [--unpacked]  # the kernels of one step of the engine
 
 Products run in CUDA graphs, each over copies of its matrix that do not fit into the card's cache together. A cell is
@@ -33,6 +35,9 @@ from eepo.rollout.slots import PAGE
 
 SPREAD = 256 << 20  # bytes of copies: five times an H200's cache
 MAX_COPIES = 96
+CONTEXTS = "8:1800,16:1200,32:900,64:700,128:600,256:450,512:320,1024:200,1024:380"  # as a long tail goes
+WAYS = ("256:16:4:3,512:16:4:3,1024:16:4:3,2048:16:4:3,1024:32:4:3,1024:16:2:3,1024:16:8:3,1024:16:4:2,1024:16:4:4,"
+        "1024:16:4:5")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -151,6 +156,56 @@ def _linear(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
     return linear(x, matrix, bias)
 
 
+# --- attention
+
+
+def attention_table(args: argparse.Namespace, device: torch.device, rate: float) -> str:
+    """A column for each way: programs to have at least, most splits of a row, warps, stages."""
+    ways = [tuple(map(int, way.split(":"))) for way in args.ways.split(",")]
+    lines = []
+    for case in args.contexts.split(","):
+        num_rows, length = map(int, case.split(":"))
+        given, num_bytes = _attention_inputs(args.attention, num_rows, length, device)
+        cells = []
+        for way in ways:
+            taken = _attention_microseconds(given, way, device)
+            cells.append(f"{taken:.1f} ({100 * num_bytes / rate / (taken * 1e-6):.0f} %)")
+        lines.append([num_rows, length, *cells])
+    head = ["rows", "tokens", *args.ways.split(",")]
+    title = f"attention of one layer, {args.attention}, microseconds (share of the copy rate)"
+    return f"\n{title}\n{shapes.table(head, lines)}"
+
+
+def _attention_inputs(
+    shape: str, num_rows: int, length: int, device: torch.device
+) -> tuple[list[tuple[Tensor, ...]], int]:
+    """Of as many layers as the card's cache cannot hold, and the bytes that one of them reads."""
+    config = shapes.config(shape)
+    size, heads = config.hidden_size // config.num_attention_heads, config.num_key_value_heads
+    width = length // PAGE + 1
+    num_bytes = 2 * 2 * num_rows * length * heads * size
+    number = max(2, min(MAX_COPIES, -(-SPREAD // num_bytes))) if device.type == "cuda" else 1
+    tables = torch.randperm(num_rows * width, device=device).view(num_rows, width).int()
+    positions = torch.full((num_rows,), length, device=device)
+
+    def some(*sizes: int) -> Tensor:
+        return torch.randn(sizes, device=device, dtype=torch.bfloat16)
+
+    query = some(num_rows, config.num_attention_heads, size)
+    new = [some(num_rows, heads, size) for _ in range(2)]
+    pools = [[some(num_rows * width, heads, PAGE, size) for _ in range(2)] for _ in range(number)]
+    return [(query, *new, *pool, tables, positions) for pool in pools], num_bytes
+
+
+def _attention_microseconds(given: list[tuple[Tensor, ...]], way: tuple[int, ...], device: torch.device) -> float:
+    attention = kernels.chosen("paged_attention", device)
+    if device.type == "cuda":
+        from eepo.kernels import paged_attention as module
+
+        module.PROGRAMS, module.MOST_SPLITS, module.WARPS, module.STAGES = way
+    return microseconds([partial(attention, *one, 0.1) for one in given], device, lambda: None)
+
+
 # --- draws
 
 
@@ -206,7 +261,10 @@ def profile(args: argparse.Namespace, device: torch.device) -> None:
         _put_in_the_midst(buffers, args.length)
         with torch.inference_mode():
             buffers.step(num_rows)  # captured
+            buffers._graphs.clear()
+            again = _seconds(partial(buffers.step, num_rows), device)  # as later calls do
             _put_in_the_midst(buffers, args.length)
+            print(f"\ncaptured again and run in {1000 * again:.0f} ms")
             _print_kernels(buffers, num_rows, args, device)
 
 
@@ -246,6 +304,9 @@ def main() -> None:
     parser.add_argument("--shapes", default="3B,0.5B", help="of products; commas between")
     parser.add_argument("--rows", default="8,16,32,64,128", help="of products")
     parser.add_argument("--draws", default="8,64,256,1024", help="rows of draws")
+    parser.add_argument("--attention", choices=shapes.SHAPES, help="of this shape, and nothing else")
+    parser.add_argument("--contexts", default=CONTEXTS, help="of attention: rows:tokens, commas between")
+    parser.add_argument("--ways", default=WAYS, help="of attention: programs:splits:warps:stages, commas between")
     parser.add_argument("--profile", choices=shapes.SHAPES, help="of this shape, and nothing else")
     parser.add_argument("--profile-rows", default="8,64")
     parser.add_argument("--compiled", action="store_true", help="layers of the profile")
@@ -258,6 +319,9 @@ def main() -> None:
         return
     rate = shapes.copy_rate(device)
     print(f"copies: {rate / 1e12:.2f} TB/s", flush=True)
+    if args.attention:
+        print(attention_table(args, device, rate))
+        return
     print(draw_table(args, device, rate), flush=True)
     for shape in args.shapes.split(","):
         print(product_table(shape, args, device, rate), flush=True)

@@ -44,6 +44,8 @@ def test_a_benchmark_of_few_rows_adds_up_products_and_profiles_a_step(monkeypatc
     printed = capsys.readouterr().out
     assert printed.count("| gate+up |") == printed.count("| head |") == 2
     assert "| rows | torch | packed |" in printed
+    run("few_rows.py", ["--attention", "tiny", "--contexts", "2:70", "--ways", "256:16:4:3,512:16:4:3"], monkeypatch)
+    assert "| rows | tokens | 256:16:4:3 | 512:16:4:3 |" in capsys.readouterr().out
     run("few_rows.py", ["--profile", "tiny", "--length", "70", "--profile-rows", "2,3"], monkeypatch)
     printed = capsys.readouterr().out
     assert "tiny, 2 rows of 70 tokens, not compiled" in printed

@@ -11,6 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+PROGRAMS = 256  # that keep a card busy: with fewer, rows are split
+MOST_SPLITS = 16  # of a row
+WARPS, STAGES = 4, 3  # of a program; the second says how many pages it reads ahead
+
 
 @triton.jit
 def _decode_kernel(
@@ -130,7 +134,7 @@ def paged_attention(
         out, part_sums, part_tops, part_totals, scale, softcap, window,
         NUM_HEADS=num_heads, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), SIZE=size,
         PADDED=max(16, triton.next_power_of_2(size)), PAGE=page, SPLITS=splits, SOFTCAP=softcap > 0, WINDOW=window > 0,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_warps=4,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     if splits > 1:
         _join_kernel[(num_rows * num_heads,)](
@@ -141,8 +145,8 @@ def paged_attention(
 
 
 def num_splits(num_programs: int) -> int:
-    """A power of two that gives the card some hundred programs."""
+    """A power of two that gives the card enough programs."""
     splits = 1
-    while splits < 16 and num_programs * splits < 256:
+    while splits < MOST_SPLITS and num_programs * splits < PROGRAMS:
         splits *= 2
     return splits

@@ -45,6 +45,7 @@ class PagedEngine(TransformersEngine):
         self.cache = PagedCache(model)
         self._ends = _power_of_two(self._eos.tolist(), self.device)
         self._buffers: _Buffers | None = None
+        self._warm: set[tuple[int, int, int]] = set()  # sizes whose kernels are loaded
         self._short = False  # of memory for all pages that might be wanted
         self._per_slot = 0.0  # pages at most, in the calls so far; 0: not known, or it was not enough
 
@@ -201,10 +202,16 @@ class _Buffers:
         draw(logits, sources, slots, self.inverse_temperature, self.engine._ends, self.state, self.outputs)
 
     def _capture(self, size: int) -> None:
-        """Warmed up with no row live: keys and values are then written twice, the same both times."""
+        """With no row live: nothing is drawn, and keys and values are written twice, the same both times.
+
+        Kernels are loaded when these sizes are first asked for, which must not be within a capture.
+        """
         live = self.state.live.clone()
         self.state.live.zero_()
-        self._step(size)
+        sizes = size, self.tables.shape[1], self.outputs.tokens.shape[1]
+        if sizes not in self.engine._warm:
+            self._step(size)
+            self.engine._warm.add(sizes)
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._memory):
