@@ -8,28 +8,29 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from eepo.estimates import seed_interval
-from eepo.reports.palette import SPARE, looks
+from eepo.reports.palette import SPARE, STAGE_STYLES, looks
 from eepo.reports.panels import WIDTH, add_legend, method_lines, new_panels, styled
 
 Points = Mapping[str, Sequence[tuple[float, float]]]  # of a method or a value: mean and pass@k of each seed
 
 
-def frontier_figure(sets: Mapping[str, tuple[Sequence[Points], Points]], measure: str) -> Figure | None:
+def frontier_figure(sets: Mapping[str, tuple[Mapping[str, Points], Points]], measure: str) -> Figure | None:
     """For each evaluation set: lines, what a method reaches with each value of its knob; and others as points."""
 
     @styled
     def draw(_runs: Sequence[object]) -> Figure:
         figure, panels = new_panels(len(sets), height=2.6, width=WIDTH)
         shown: dict[str, None] = {}
+        lined: dict[str, Line2D] = {}
         for axes, (name, (lines, reported)) in zip(panels, sets.items(), strict=True):
-            for line in lines:
-                places = [_middle(seeds) for seeds in line.values()]
-                axes.plot(*zip(*places, strict=True), color="#808080", marker=".", zorder=1)
-                for value, place in zip(line, places, strict=True):
-                    axes.annotate(value, place, fontsize=5, color="#606060", xytext=(2, 2), textcoords="offset points")
+            for place, (method, line) in enumerate(lines.items()):
+                lined[method] = _line(method, place)
+                _draw_line(axes, line, place)
             for method, seeds in reported.items():
                 shown[method] = None
                 colour, marker = looks(reported)[method]
@@ -41,10 +42,28 @@ def frontier_figure(sets: Mapping[str, tuple[Sequence[Points], Points]], measure
                 if len(reported) > len(SPARE):  # looks repeat
                     axes.annotate(method, (x, y), fontsize=4, xytext=(3, -3), textcoords="offset points")
             axes.set(title=name.replace("_", " "), xlabel="mean", ylabel=measure)
-        add_legend(figure, method_lines(shown, markers=True))
+        add_legend(figure, [*method_lines(shown, markers=True), *lined.values()])
         return figure
 
     return draw([]) if sets else None
+
+
+def _line(method: str, place: int) -> Line2D:
+    style = STAGE_STYLES[place % len(STAGE_STYLES)]
+    return Line2D([], [], color="#808080", linestyle=style, marker=".", label=method)
+
+
+def _draw_line(axes: Axes, line: Points, place: int) -> None:
+    """Of one method, from value to value; beside each stands its value, below the line if it is not the first."""
+    middles = [_middle(seeds) for seeds in line.values()]
+    drawn = _line("", place)
+    drawn.set_data(*zip(*middles, strict=True))
+    drawn.set_zorder(1)
+    axes.add_line(drawn)
+    axes.autoscale_view()
+    beside = (2, -6) if place else (2, 2)
+    for value, middle in zip(line, middles, strict=True):
+        axes.annotate(value, middle, fontsize=5, color="#606060", xytext=beside, textcoords="offset points")
 
 
 def _middle(seeds: Sequence[tuple[float, float]]) -> tuple[float, float]:

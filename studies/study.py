@@ -9,9 +9,11 @@
 A plan (TOML) names regimes (a recipe and knobs), methods (knobs, and one knob with the values it is tuned over: as many
 for each method), the seeds of both phases, and the measures by whose mean tuning chooses (`objective`, of the plan or
 of a method). A method also has the knobs of those in its `base`, tuned: tune these first (`--method`). One that says
-`every_value` is not tuned but reported with each of its values: what the knob trades, a line in a figure. Every
-finished run becomes one line of OUT/tune.jsonl or OUT/report.jsonl; the same command goes on where it stopped, from the
-lines alone if the runs are gone. Tables compare with the first method, paired by seed, with 95 % intervals.
+`every_value` is not tuned but reported with each of its values: what the knob trades, a line in a figure. Tables
+compare with the first method, or, at the same value, with the one that is named in `against`; paired by seed, with 95 %
+intervals.
+Every finished run becomes one line of OUT/tune.jsonl or OUT/report.jsonl; the same command goes on where it stopped,
+from the lines alone if the runs are gone.
 """
 
 from __future__ import annotations
@@ -225,19 +227,38 @@ def tables(plan: Plan) -> str:
     parts = []
     for regime in plan.tables["regimes"]:
         here = [line for line in found if line["regime"] == regime]
-        methods: dict[str, list[dict[str, Any]]] = {}
-        for name, _ in plan.methods(regime):
-            for line in here:
-                if line["method"] == name:
-                    methods.setdefault(_title(line), []).append(line)
+        methods = _by_method(plan, regime, here)
         if not methods:
             continue
         parts.append(_table(f"{regime}, training", ["", "seeds", *TOLD.values()], map(_training_row, methods.values())))
-        base = next(iter(methods.values()))
+        first = next(iter(methods))
         for where in records.evaluation_sets([as_run(line) for line in here]):
-            rows = [_row(base, own, where) for own in methods.values()]
+            rows = []
+            for own in methods.values():
+                other = _other(plan, own[0]) or first
+                note = "" if other == first else f" (to {other})"
+                rows.append(_row(methods.get(other, []), own, where, note))
             parts.append(_table(f"{regime}, {where.replace('_', ' ')}", ["", *MEASURES], rows))
     return "\n\n".join(parts) + "\n"
+
+
+def _by_method(plan: Plan, regime: str, here: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """By title, in the plan's order of methods and of their values."""
+    reported = {line["method"] for line in here}
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name in (name for name, _ in plan.methods(regime) if name in reported):
+        order = plan.values("report", regime, name)
+        for line in sorted(
+            (line for line in here if line["method"] == name), key=lambda one: order.index(one["value"])
+        ):
+            found.setdefault(_title(line), []).append(line)
+    return found
+
+
+def _other(plan: Plan, line: dict[str, Any]) -> str:
+    """What a line's method is compared with, if its plan says so: another method with the same value."""
+    other = plan.tables["methods"][line["method"]].get("against", "")
+    return _title(line | {"method": other}) if other else ""
 
 
 def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -262,9 +283,9 @@ def _training_row(own: Sequence[dict[str, Any]]) -> list[str]:
     return cells
 
 
-def _row(base: Sequence[dict[str, Any]], own: Sequence[dict[str, Any]], where: str) -> list[str]:
+def _row(base: Sequence[dict[str, Any]], own: Sequence[dict[str, Any]], where: str, note: str) -> list[str]:
     """Of each measure the mean over seeds, and the difference to `base`, paired by seed; bold where it is not 0."""
-    cells = [_title(own[0])]
+    cells = [_title(own[0]) + note]
     for measure in MEASURES:
         values = {line["seed"]: final(line, where, measure) for line in own}
         others = {line["seed"]: final(line, where, measure) for line in base}
@@ -297,7 +318,7 @@ def figures(plan: Plan, into: Path, methods: Sequence[str]) -> None:
 
 def _frontiers(
     plan: Plan, line: Sequence[dict[str, Any]], points: Sequence[dict[str, Any]]
-) -> dict[str, tuple[list[Points], Points]]:
+) -> dict[str, tuple[dict[str, Points], Points]]:
     """By evaluation set: a line for each method with every value, along its values, and the others."""
 
     def of(some: Iterable[dict[str, Any]], name: str, where: str) -> Points:
@@ -313,7 +334,7 @@ def _frontiers(
 
     sets = records.evaluation_sets([as_run(one) for one in points])
     names = dict.fromkeys(one["method"] for one in line)
-    return {where: ([along(name, where) for name in names], of(points, "method", where)) for where in sets}
+    return {where: ({name: along(name, where) for name in names}, of(points, "method", where)) for where in sets}
 
 
 def main() -> None:

@@ -141,6 +141,24 @@ def test_what_ran_before_tuning_chose_another_value_does_not_count(study: Any, p
     assert (tmp_path / "figures" / "dense_frontier.png").exists()
 
 
+def test_a_method_is_compared_with_the_one_it_names_at_the_same_value(study: Any, plan: Any, tmp_path: Path) -> None:
+    """As grpo is the first, all its values would be compared with 1e-5 otherwise."""
+    knob = {"tune": "training.learning_rate", "values": ["1e-5", "1e-4"], "every_value": True}
+    plan.tables["methods"] = {"grpo": knob, "other": knob | {"against": "grpo"}}
+    reported = [line("grpo", "1e-4", seed, 0.1) for seed in range(3)]
+    reported += [line("grpo", "1e-5", seed, 0.5) for seed in range(3)]
+    reported += [line("grpo", "1e-4", seed, 0.3) | {"method": "other"} for seed in range(3)]
+    write(tmp_path / "report.jsonl", reported)
+    rows = [row for row in study.tables(plan).splitlines() if row.startswith(("| grpo", "| other"))][-3:]
+    assert [row.split(" | ")[0] for row in rows] == ["| grpo 1e-5", "| grpo 1e-4", "| other 1e-4 (to grpo 1e-4)"]
+    assert "| 0.300<br>**+0.200 [+0.200, +0.200]** |" in rows[-1]  # greedy
+    lines, others = study._frontiers(plan, plan.done("report"), reported)["in_range"]
+    assert list(lines) == ["grpo", "other"]
+    figure = study.frontier_figure({"in_range": (lines, others)}, "pass@32")
+    assert [axes.get_title() for axes in figure.axes] == ["in range"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["grpo", "other", "grpo", "other"]
+
+
 def test_a_run_that_dies_leaves_the_others_alone(study: Any, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     """The first one kills itself as the kernel would; the second one trains."""
     knobs = ["training.num_steps=1", "training.prompts_per_step=2", "training.prompts_per_mini_batch=2"]
