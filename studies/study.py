@@ -44,7 +44,7 @@ from eepo.types import UserError
 MEASURES = ("mean", "greedy", "pass@8", "pass@32", "distinct")
 KEPT = ("step", "entropy", "reward", "stage1/entropy", "stage2/entropy", "stage1/reward", "stage2/reward",
         "stage1/length", "stage2/length", "unlearn/kl", "unlearn/lr", "gate_share", "seconds/total")  # fmt: skip
-MOST_ROWS = 30  # of a run's metrics
+MOST_ROWS = 12  # of a run's metrics
 TOLD = {"entropy": "entropy", "stage1/entropy": "of stage 1", "stage2/entropy": "of stage 2", "reward": "reward",
         "stage1/reward": "of stage 1", "stage2/reward": "of stage 2", "unlearn/kl": "KL", "unlearn/lr": "η",
         "gate_share": "gated", "seconds": "seconds"}  # fmt: skip

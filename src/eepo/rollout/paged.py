@@ -45,7 +45,7 @@ class PagedEngine(TransformersEngine):
         self.cache = PagedCache(model)
         self._ends = _power_of_two(self._eos.tolist(), self.device)
         self._buffers: _Buffers | None = None
-        self._warm: set[tuple[int, int, int]] = set()  # sizes whose kernels are loaded
+        self._warm: set[tuple[int, ...]] = set()  # sizes whose kernels are loaded
         self._short = False  # of memory for all pages that might be wanted
         self._per_slot = 0.0  # pages at most, in the calls so far; 0: not known, or it was not enough
 
@@ -208,7 +208,7 @@ class _Buffers:
         """
         live = self.state.live.clone()
         self.state.live.zero_()
-        sizes = size, self.tables.shape[1], self.outputs.tokens.shape[1]
+        sizes = size, self.num_pages, self.tables.shape[1], self.outputs.tokens.shape[1]
         if sizes not in self.engine._warm:
             self._step(size)
             self.engine._warm.add(sizes)
