@@ -221,20 +221,21 @@ def run(plan: Plan, phase: str, num_jobs: int, regimes: Sequence[str], methods: 
         raise SystemExit(f"{failed} of {len(jobs)} runs failed; the same command tries them again")
 
 
-def tables(plan: Plan) -> str:
+def tables(plan: Plan, regimes: Sequence[str] = (), names: Sequence[str] = ()) -> str:
     """Markdown: for each regime what every method did in training, then, set by set, what came of it."""
     found = plan.done("report")
     parts = []
-    for regime in plan.tables["regimes"]:
+    for regime in regimes or plan.tables["regimes"]:
         here = [line for line in found if line["regime"] == regime]
         methods = _by_method(plan, regime, here)
         if not methods:
             continue
-        parts.append(_table(f"{regime}, training", ["", "seeds", *TOLD.values()], map(_training_row, methods.values())))
         first = next(iter(methods))
+        shown = {title: own for title, own in methods.items() if not names or own[0]["method"] in names}
+        parts.append(_table(f"{regime}, training", ["", "seeds", *TOLD.values()], map(_training_row, shown.values())))
         for where in records.evaluation_sets([as_run(line) for line in here]):
             rows = []
-            for own in methods.values():
+            for own in shown.values():
                 other = _other(plan, own[0]) or first
                 note = "" if other == first else f" (to {other})"
                 rows.append(_row(methods.get(other, []), own, where, note))
@@ -298,7 +299,8 @@ def _row(base: Sequence[dict[str, Any]], own: Sequence[dict[str, Any]], where: s
     return cells
 
 
-def figures(plan: Plan, into: Path, methods: Sequence[str]) -> None:
+def figures(plan: Plan, into: Path, methods: Sequence[str], study: str) -> None:
+    """Three for each regime, named after study and regime."""
     into.mkdir(parents=True, exist_ok=True)
     lined = {name for name, method in plan.tables["methods"].items() if method.get("every_value")}
     found = [line for line in plan.done("report") if not methods or line["method"] in {*methods, *lined}]
@@ -313,7 +315,7 @@ def figures(plan: Plan, into: Path, methods: Sequence[str]) -> None:
         }
         for name, figure in drawn.items():
             if figure is not None:
-                (into / f"{regime}_{name}.png").write_bytes(image_bytes(figure, "png"))
+                (into / f"{study}_{regime}_{name}.png").write_bytes(image_bytes(figure, "png"))
 
 
 def _frontiers(
@@ -360,9 +362,9 @@ def main() -> None:
             wanted = plan.runs(args.phase, args.regime, args.method)
             print("\n".join(" ".join(plan.command(one, one.folder)) for one in wanted))
         elif args.action == "tables":
-            print(tables(plan))
+            print(tables(plan, args.regime, args.method))
         else:
-            figures(plan, args.into, args.method)
+            figures(plan, args.into, args.method, args.plan.stem)
     except UserError as error:
         raise SystemExit(f"error: {error}") from error
 

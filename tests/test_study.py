@@ -112,9 +112,9 @@ def test_tables_are_paired_by_seed(study: Any, plan: Any, tmp_path: Path) -> Non
     # gaps .1, .1, -.2: mean 0, standard error .1, and 4.303 of these; means are half of it
     assert row.startswith("| eepo | 0.350<br>+0.000 [-0.215, +0.215] | 0.700<br>+0.000 [-0.430, +0.430] |")
     assert training.startswith("| eepo | 3 |  | 0.25 |")  # no entropy of all, stage 1's at the last step
-    study.figures(plan, tmp_path / "figures", [])
+    study.figures(plan, tmp_path / "figures", [], "small")
     names = {path.name for path in (tmp_path / "figures").iterdir()}
-    assert names == {"dense_exploration.png", "dense_pass_at_k.png", "dense_frontier.png"}
+    assert names == {f"small_dense_{name}.png" for name in ("exploration", "pass_at_k", "frontier")}
 
 
 def test_a_difference_that_is_none_by_chance_is_bold(study: Any, plan: Any, tmp_path: Path) -> None:
@@ -137,8 +137,8 @@ def test_what_ran_before_tuning_chose_another_value_does_not_count(study: Any, p
         "every_value": True
     }  # then each value is a line of its own, and the first the base
     assert "grpo 1e-4" in study.tables(plan)
-    study.figures(plan, tmp_path / "figures", [])
-    assert (tmp_path / "figures" / "dense_frontier.png").exists()
+    study.figures(plan, tmp_path / "figures", [], "small")
+    assert (tmp_path / "figures" / "small_dense_frontier.png").exists()
 
 
 def test_a_method_is_compared_with_the_one_it_names_at_the_same_value(study: Any, plan: Any, tmp_path: Path) -> None:
