@@ -84,6 +84,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--peers", default=";".join(PEERS), help="semicolon between them")
     args = parser.parse_args()
+    if args.tokens % args.length:
+        parser.error(f"--tokens = {args.tokens} must be a multiple of --length = {args.length}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = shapes.new_model(args.shape, torch.float32, device)
     work_of_token = 6 * shapes.num_parameters(model)

@@ -44,7 +44,7 @@ from eepo.types import UserError
 MEASURES = ("mean", "greedy", "pass@8", "pass@32", "distinct")
 KEPT = ("step", "entropy", "reward", "stage1/entropy", "stage2/entropy", "stage1/reward", "stage2/reward",
         "stage1/length", "stage2/length", "unlearn/kl", "unlearn/lr", "gate_share", "seconds/total")  # fmt: skip
-MOST_ROWS = 12  # of a run's metrics
+MOST_ROWS = 30  # of a run's metrics
 TOLD = {"entropy": "entropy", "stage1/entropy": "of stage 1", "stage2/entropy": "of stage 2", "reward": "reward",
         "stage1/reward": "of stage 1", "stage2/reward": "of stage 2", "unlearn/kl": "KL", "unlearn/lr": "η",
         "gate_share": "gated", "seconds": "seconds"}  # fmt: skip
@@ -74,6 +74,16 @@ class Plan:
     tables: dict[str, Any]
     out: Path
     chosen: dict[tuple[str, str], str] = field(default_factory=dict)  # by regime and method: what tuning found best
+
+    def __post_init__(self) -> None:
+        """A comparison that cannot be made is refused before anything runs."""
+        methods = self.tables["methods"]
+        for name, method in methods.items():
+            other = methods.get(method.get("against", name))
+            if other is None:
+                raise UserError(f"{name}: against = {method['against']} is not a method; allowed: {', '.join(methods)}")
+            if "against" in method and not (method.get("every_value") and other.get("every_value")):
+                raise UserError(f"{name}: against = {method['against']} needs every_value in both")
 
     def command(self, run: Run, folder: Path) -> tuple[str, ...]:
         regime, method = self.tables["regimes"][run.regime], self.tables["methods"][run.method]

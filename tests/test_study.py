@@ -157,6 +157,12 @@ def test_a_method_is_compared_with_the_one_it_names_at_the_same_value(study: Any
     figure = study.frontier_figure({"in_range": (lines, others)}, "pass@32")
     assert [axes.get_title() for axes in figure.axes] == ["in range"]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["grpo", "other", "grpo", "other"]
+    plan.tables["methods"]["other"]["against"] = "grop"
+    with pytest.raises(UserError, match="other: against = grop is not a method; allowed: grpo, other"):
+        study.Plan(plan.tables, tmp_path)
+    plan.tables["methods"]["other"] |= {"against": "grpo", "every_value": False}
+    with pytest.raises(UserError, match="other: against = grpo needs every_value in both"):
+        study.Plan(plan.tables, tmp_path)
 
 
 def test_a_run_that_dies_leaves_the_others_alone(study: Any, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:

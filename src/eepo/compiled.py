@@ -24,7 +24,14 @@ def wants_compiling(model: Any, choice: str) -> bool:
 
 
 def can_compile(model: Any) -> bool:
-    return model.device.type == "cuda" and not kernels.lacking()
+    return not _obstacle(model)
+
+
+def _obstacle(model: Any) -> str:
+    """Why layers cannot be compiled there, in a few words."""
+    if torch._dynamo.config.disable:
+        return "TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE is set"
+    return kernels.lacking() or ("" if model.device.type == "cuda" else "that needs a GPU")
 
 
 def compile_layers(model: Any, options: dict[str, Any] | None = None) -> bool:
@@ -33,7 +40,7 @@ def compile_layers(model: Any, options: dict[str, Any] | None = None) -> bool:
     `options` are for the compiler.
     """
     if not can_compile(model):
-        log.warning("layers are not compiled: %s", kernels.lacking() or "that needs a GPU")
+        log.warning("layers are not compiled: %s", _obstacle(model))
         return False
     # A policy, its reference and an engine share the code of a layer, and ask it in several modes each.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)

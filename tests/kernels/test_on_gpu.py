@@ -72,14 +72,17 @@ class Wordless:
         return [""] * len(rows)
 
 
-def test_a_compiled_engine_with_packed_products_draws_what_the_plain_one_draws() -> None:
+@pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 0.9), (torch.bfloat16, 0.5)])
+def test_a_compiled_engine_with_packed_products_draws_what_the_plain_one_draws(
+    dtype: torch.dtype, share: float
+) -> None:
     """And its decode step has four products in each layer, and the head's."""
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=997, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, eos_token_id=1, bos_token_id=None, pad_token_id=0, tie_word_embeddings=True,
     )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(GPU).eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(GPU).eval()
     for weight in model.parameters():
         weight.data.mul_(5)  # far from uniform
     engine = PagedEngine(copy.deepcopy(model), Wordless())
@@ -92,10 +95,13 @@ def test_a_compiled_engine_with_packed_products_draws_what_the_plain_one_draws()
             for weight in model.parameters():
                 weight.mul_(factor)
         engine.load_weights(model.named_parameters())
+        engine._forget_buffers()  # the second time graphs are captured again
         got, expected = (one.generate(prompts, 2, sampling) for one in (engine, TransformersEngine(model, Wordless())))
         pairs = [pair for ours, theirs in zip(got, expected, strict=True) for pair in zip(ours, theirs, strict=True)]
         same = [ours.token_ids == theirs.token_ids for ours, theirs in pairs]
-        assert sum(same) >= 0.9 * len(same)  # a tie, broken by rounding, changes all that follows
+        assert sum(same) >= share * len(same)  # a tie, broken by rounding, changes all that follows
+        firsts = [ours.token_ids[:1] == theirs.token_ids[:1] for ours, theirs in pairs]
+        assert sum(firsts) >= 0.9 * len(firsts)  # of the prefill
     assert engine.graphs
     buffers = engine._buffers
     assert buffers is not None

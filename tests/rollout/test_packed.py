@@ -107,6 +107,8 @@ def test_a_packed_model_cannot_be_cast_away_from_its_pack(new_model: Any) -> Non
     pack(model)
     with pytest.raises(RuntimeError, match="stays on its device and in its type"):
         model.half()
+    with pytest.raises(RuntimeError, match="is not copied"):
+        copy.deepcopy(model)
 
 
 # --- compiled

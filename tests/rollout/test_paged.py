@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -281,6 +283,50 @@ def test_a_family_that_cannot_says_why_and_is_left_as_it_was(
         assert reason in PagedEngine(model, tokenizer).unusable()
         assert model.config._attn_implementation == usual
         assert torch.equal(model(input_ids=ids).logits, before)
+
+
+def test_a_capture_is_warmed_up_once_for_its_sizes(
+    new_model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Captures are recorded here, not made: what runs inside one is a step like any other on a CPU."""
+    inside, troubles = [], []
+
+    @contextlib.contextmanager
+    def capture(graph: Any, pool: Any) -> Iterator[None]:
+        inside.append(True)
+        yield
+        inside.pop()
+        if troubles:
+            raise RuntimeError(troubles.pop())
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=lambda: "memory"))
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    engine = PagedEngine(new_model("llama"), tokenizer, 8)
+    assert engine.unusable() == ""
+    steps: list[str] = []
+
+    def steps_of_capture(longest: int = 20) -> list[str]:
+        engine._forget_buffers()
+        engine.graphs = True
+        buffers = engine._room_for([4], 8, longest)
+        monkeypatch.setattr(buffers, "_step", lambda size: steps.append("captured" if inside else "run"))
+        steps.clear()
+        buffers.state.live.fill_(1)
+        buffers._capture(8)
+        assert buffers.state.live.tolist() == [1] * 8
+        return steps.copy()
+
+    assert steps_of_capture() == ["run", "captured"]
+    assert steps_of_capture() == ["captured"]
+    assert steps_of_capture(longest=2000) == ["run", "captured"]
+    troubles.append("kernel is not loaded")
+    assert steps_of_capture() == ["captured", "run", "captured"]
+    assert engine.graphs
+    troubles.extend(["still not", "kernel is not loaded"])
+    with caplog.at_level(logging.WARNING):
+        assert steps_of_capture() == ["captured", "run", "captured"]
+    assert not engine.graphs
+    assert [record.getMessage() for record in caplog.records] == ["sampling without CUDA graphs: still not"]
 
 
 class OnACard:

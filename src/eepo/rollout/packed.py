@@ -44,9 +44,15 @@ class PackedLinear(nn.Linear):
     def _apply(self, *given: Any, **options: Any) -> Any:
         raise RuntimeError("a packed model stays on its device and in its type: its weights are views")
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError("a packed model is not copied: the copy's weights would be views of nothing that it uses")
+
 
 class OnceOnly(CustomGraphPass):
-    """Of equal products in a graph the first stays. torch itself looks for such only where there are gradients."""
+    """Of equal products in a graph the first stays. torch itself looks for such only where there are gradients.
+
+    Equal results are then one tensor: fine for parts of a pack, which do not overlap.
+    """
 
     def __call__(self, graph: Graph) -> None:
         seen: dict[str, Any] = {}
@@ -91,7 +97,9 @@ def _alike(parts: list[Any]) -> bool:
     """Adapters and quantized maps are classes of their own, and stay."""
     if not all(type(part) is nn.Linear for part in parts):
         return False
-    return len({(one.in_features, one.bias is None, one.weight.dtype, one.weight.device) for one in parts}) == 1
+    biases = {one.weight.dtype if one.bias is None else one.bias.dtype for one in parts}
+    kinds = {(one.in_features, one.bias is None, one.weight.dtype, one.weight.device) for one in parts}
+    return len(kinds) == 1 and len(biases) == 1
 
 
 def _join(parts: list[Any]) -> None:

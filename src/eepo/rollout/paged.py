@@ -202,26 +202,34 @@ class _Buffers:
         draw(logits, sources, slots, self.inverse_temperature, self.engine._ends, self.state, self.outputs)
 
     def _capture(self, size: int) -> None:
-        """With no row live: nothing is drawn, and keys and values are written twice, the same both times.
+        """With no row live: nothing is drawn, and keys and values that a step writes are those that are there.
 
-        Kernels are loaded when these sizes are first asked for, which must not be within a capture.
+        Kernels are loaded when sizes are first asked for, which must not be within a capture: a step comes first,
+        unless one of these sizes ran before; and then, too, if the capture fails.
         """
         live = self.state.live.clone()
         self.state.live.zero_()
         sizes = size, self.num_pages, self.tables.shape[1], self.outputs.tokens.shape[1]
-        if sizes not in self.engine._warm:
+        problem = self._captured(size) if sizes in self.engine._warm else "not tried"
+        if problem:
             self._step(size)
             self.engine._warm.add(sizes)
+            problem = self._captured(size)
+        if problem:
+            log.warning("sampling without CUDA graphs: %s", problem)
+            self.engine.graphs = False
+        self.state.live.copy_(live)
+
+    def _captured(self, size: int) -> str:
+        """Why not, in a line; nothing if it was."""
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._memory):
                 self._step(size)
         except RuntimeError as error:
-            log.warning("sampling without CUDA graphs: %s", str(error).strip().splitlines()[0])
-            self.engine.graphs = False
-        else:
-            self._graphs[size], self._memory = graph, self._memory or graph.pool()
-        self.state.live.copy_(live)
+            return str(error).strip().splitlines()[0]
+        self._graphs[size], self._memory = graph, self._memory or graph.pool()
+        return ""
 
     def completions(self, num_lines: int, tokenizer: Any) -> list[Completion]:
         """Only tokens that exist leave the card, in three pieces."""
