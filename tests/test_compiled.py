@@ -53,14 +53,11 @@ def test_where_torch_cannot_compile_one_line_says_so(new_model: Any, caplog: pyt
     assert not any(layer._compiled_call_impl for layer in decoder_layers(model))
 
 
-def test_a_compiler_that_is_turned_off_counts_as_none(
-    new_model: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiler_that_is_turned_off_counts_as_none(new_model: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Packed products would otherwise be computed as often as they are asked for."""
-    monkeypatch.setattr(torch._dynamo.config, "disable", True)
-    with caplog.at_level(logging.WARNING, "eepo.compiled"):
+    with caplog.at_level(logging.WARNING, "eepo.compiled"), torch._dynamo.config.patch(disable=True):
         assert not compile_layers(new_model("llama"))
-    assert "TORCHDYNAMO_DISABLE" in caplog.text
+    assert "TORCH_COMPILE_DISABLE" in caplog.text
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ def can_compile(model: Any) -> bool:
 def _obstacle(model: Any) -> str:
     """Why layers cannot be compiled there, in a few words."""
     if torch._dynamo.config.disable:
-        return "TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE is set"
+        return "torch.compile is turned off (TORCH_COMPILE_DISABLE)"
     return kernels.lacking() or ("" if model.device.type == "cuda" else "that needs a GPU")
 
 
