@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from eepo import memory
+from eepo.config import ModelConfig, RunConfig
 from eepo.rollout.paged import PagedEngine
 from eepo.types import Completion, Prompt, Sampling
 
@@ -37,10 +39,18 @@ class NoTokenizer:
 
 
 class Forced(PagedEngine):
-    """With a length for each (prompt, sample), and no end before it: random weights never end."""
+    """With a length for each (prompt, sample), and no end before it: random weights never end.
+
+    Its cache stays between calls if it would in a run that trains such a model on this card, with checkpointing.
+    """
 
     def __init__(self, model: Any, max_rows: int, lengths: dict[tuple[str, int], int]) -> None:
-        super().__init__(model, NoTokenizer(), max_rows)
+        keep = None
+        if model.device.type == "cuda":
+            shape = memory.shape_of(model.config, num_parameters(model))
+            config = RunConfig(model=ModelConfig(gradient_checkpointing=True))
+            keep = memory.spare(shape, config, torch.bfloat16, torch.cuda.mem_get_info(model.device)[1])
+        super().__init__(model, NoTokenizer(), max_rows, keep_bytes=keep)
         self._ends.fill_(-1)
         self.lengths = lengths
 

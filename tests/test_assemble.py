@@ -96,3 +96,11 @@ def test_the_engine_is_copied_before_the_policy_packs_its_model(
         trainer.task.training_prompts(0, 4), Sampling(temperature=1.0, max_new_tokens=12, stream="train/0"), row
     )
     assert row.result()["stage1/ratio_max"] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_a_cache_may_stay_where_the_policy_s_training_leaves_room(demo_model: Any) -> None:
+    config = RunConfig()
+    assert assemble._room_for_cache(demo_model, config, 0) == 0
+    room = assemble._room_for_cache(demo_model, config, 64 << 30)
+    larger = dataclasses.replace(config, model=dataclasses.replace(config.model, micro_batch_tokens=65536))
+    assert 0 < assemble._room_for_cache(demo_model, larger, 64 << 30) < room < 64 << 30

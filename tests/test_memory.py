@@ -105,6 +105,19 @@ def test_only_one_phase_happens_at_a_time() -> None:
     assert found.phases == needs(change("algorithm", num_stages=2, gate="never")).phases  # unlearning needs no more
 
 
+def test_a_cache_may_stay_where_training_surely_leaves_room() -> None:
+    """Qwen2.5-3B: 12 bytes a weight, two copies in bf16 and the update's own 23 GB come to 73 GB; a quarter on top."""
+    shape = Shape(3_085_938_688, 36, 2048, 11008, 2, 128, 151936, 32768)
+    model = ModelConfig(gradient_checkpointing=True)
+    config = RunConfig(model=model, algorithm=AlgorithmConfig(max_new_tokens=1024))
+    large, small, none = (memory.spare(shape, config, torch.bfloat16, free) for free in (140 << 30, 90 << 30, 80 << 30))
+    assert large - small == 50 << 30
+    assert 5 << 30 < small < 6 << 30
+    assert none == 0
+    training = memory.needs(shape, config, 1024, torch.bfloat16, cuda=True)
+    assert large == (140 << 30) - int(1.25 * (sum(training.held.values()) + training.phases["update"]))
+
+
 def test_advice_fits_and_is_needed() -> None:
     run = dataclasses.replace(
         change("model", micro_batch_tokens=16384, head_tokens=4096),

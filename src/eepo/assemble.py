@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from eepo import checkpoint, pretrained, recipe
+from eepo import checkpoint, memory, pretrained, recipe
 from eepo.alarm import Guard
 from eepo.algorithm import EEPO
 from eepo.compiled import compile_layers, wants_compiling
@@ -72,11 +72,13 @@ def build_trainer(config: RunConfig, out: Path, resume: bool, progress: Progress
     check_logger(config.logging)
     start = find_start(config, out, resume)
     device = pretrained.pick_device(config.model.device)
+    free = memory.free_memory(device)
     tokenizer = pretrained.load_tokenizer(config.model)
     reference = pretrained.load_model(config.model, device)
     model = pretrained.load_model(_at(config.model, start), device) if start else copy.deepcopy(reference)
     check_length(model, config.algorithm.max_new_tokens)
-    engine = _engine(model, tokenizer, config.rollout, config.model.compile)  # a copy from before the policy packs it
+    keep = _room_for_cache(model, config, free) if free and device.type == "cuda" else None
+    engine = _engine(model, tokenizer, config.rollout, config.model.compile, keep)  # from before the policy packs it
     algorithm = EEPO(
         policy=_policy(model, config.model),
         reference=_reference(reference, config.model) if config.algorithm.kl_coef > 0 else None,
@@ -275,7 +277,14 @@ def _reference(model: Any, config: ModelConfig) -> Policy:
     return policy
 
 
-def _engine(model: Any, tokenizer: Any, config: RolloutConfig, compiled: str) -> RolloutEngine:
+def _room_for_cache(model: Any, config: RunConfig, free: int) -> int:
+    shape = memory.shape_of(model.config, sum(weight.numel() for weight in model.parameters()))
+    return memory.spare(shape, config, pretrained.pick_dtype(config.rollout.dtype, model.device), free)
+
+
+def _engine(
+    model: Any, tokenizer: Any, config: RolloutConfig, compiled: str, keep_bytes: int | None = None
+) -> RolloutEngine:
     """On a copy of its own, in its own type."""
     dtype = pretrained.pick_dtype(config.dtype, model.device)
     if config.engine == "vllm":
@@ -283,7 +292,7 @@ def _engine(model: Any, tokenizer: Any, config: RolloutConfig, compiled: str) ->
     own = copy.deepcopy(model)
     for weight in own.parameters():  # not the buffers: rotary frequencies in bf16 turn by radians within 1,000 tokens
         weight.data = weight.data.to(dtype)
-    return embedded_engine(own, tokenizer, config.max_rows, config.stop, compiled)
+    return embedded_engine(own, tokenizer, config.max_rows, config.stop, compiled, keep_bytes)
 
 
 def _optimizer(model: Any, loop: TrainingConfig | SupervisedConfig) -> torch.optim.Optimizer:

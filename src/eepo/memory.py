@@ -23,6 +23,7 @@ CUDA_HEAD_BYTES = 6  # by the kernels: itself, and its gradient in bf16
 DRAW_BYTES = 32  # a logit of the engine's: itself, softmax, and the cumulative sums in fp64
 CUDA_DRAW_BYTES = 6  # by the kernels (fitted)
 CACHE_ROOM = 1.5  # buffers of keys and values grow by doubling
+DOUBT = 1.25  # times the estimate: what training may turn out to need
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,13 @@ def needs(shape: Shape, config: RunConfig, prompt_tokens: int, rollout_dtype: to
     sampling = row + logits * CUDA_DRAW_BYTES if cuda else int(rows * row * CACHE_ROOM) + logits * DRAW_BYTES
     update = weights + _scoring(shape, config, prompt_tokens, cuda)  # unlearning needs the same: gradient and scores
     return Needs(held, {"sampling": sampling, "update": update}, rows * row if cuda else 0)
+
+
+def spare(shape: Shape, config: RunConfig, rollout_dtype: torch.dtype, free: int) -> int:
+    """What training will leave of a GPU's `free` bytes, counted before anything is loaded: a cache may stay there."""
+    prompt_tokens = config.algorithm.max_new_tokens  # few are longer, and micro-batches are cut to size anyway
+    training = needs(shape, config, prompt_tokens, rollout_dtype, cuda=True)
+    return max(0, free - int(DOUBT * (sum(training.held.values()) + training.phases["update"])))
 
 
 def moment_bytes(shape: Shape, config: RunConfig) -> int:

@@ -163,11 +163,11 @@ def test_a_large_cache_is_given_back_after_each_call(
 
 
 def test_the_second_call_takes_what_the_first_one_held_and_keeps_it(
-    ending: Any, tokenizer: Any, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+    ending: Any, tokenizer: Any, prompts: list[Prompt]
 ) -> None:
     ours, theirs = both(ending("llama"), tokenizer)
     far = replace(SAMPLING, max_new_tokens=6 * PAGE)  # but every sixteenth token is an end
-    monkeypatch.setattr(paged, "_card_bytes", lambda device: 900 * ours.cache.page_bytes)  # 90 pages may be kept
+    ours.keep_bytes = 90 * ours.cache.page_bytes
     expected = theirs.generate(prompts, 4, far)
     assert_same(ours.generate(prompts, 4, far), expected)
     assert ours._buffers is None  # it had room for all at their longest

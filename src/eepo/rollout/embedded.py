@@ -14,12 +14,17 @@ log = logging.getLogger(__name__)
 
 
 def embedded_engine(
-    model: Any, tokenizer: Any, max_rows: int = 1024, stop: str = "", compiled: str = "auto"
+    model: Any,
+    tokenizer: Any,
+    max_rows: int = 1024,
+    stop: str = "",
+    compiled: str = "auto",
+    keep_bytes: int | None = None,
 ) -> TransformersEngine:
-    """Owns `model`: give it a copy that nobody trains."""
+    """Owns `model`: give it a copy that nobody trains. On a GPU it keeps `keep_bytes` of cache between calls."""
     if model.device.type != "cuda":
         return TransformersEngine(model, tokenizer, max_rows, stop)
-    engine = PagedEngine(model, tokenizer, max_rows, stop)
+    engine = PagedEngine(model, tokenizer, max_rows, stop, keep_bytes)
     problem = engine.unusable()
     if problem:
         log.warning("sampling without pages and CUDA graphs, which is slower: %s", problem)

@@ -30,18 +30,21 @@ log = logging.getLogger(__name__)
 
 AHEAD = 4  # decode steps queued at a time
 PREFILL_TOKENS = 16384  # at a time
-KEEP_SHARE = 0.1  # of the card: a larger cache is given back after each call, for training to use, and its graphs go
+KEEP_SHARE = 0.1  # of the card, if nobody says otherwise: the largest cache that stays, with its graphs, after a call
 SPARE = 1.3  # times the pages that a slot has held on average, at most, in the calls so far: what the next ones get
 MEMORY_SHARE = 0.9  # of what is free: what a cache may take
 MAX_OUTPUTS = 1 << 26  # tokens drawn in one go: 12 bytes each
 
 
 class PagedEngine(TransformersEngine):
-    """Owns `model`: give it a copy that nobody trains."""
+    """Owns `model`: give it a copy that nobody trains. Between calls it keeps a cache of at most `keep_bytes`."""
 
-    def __init__(self, model: Any, tokenizer: Any, max_rows: int = 1024, stop: str = "", graphs: bool = True) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, max_rows: int = 1024, stop: str = "", keep_bytes: int | None = None
+    ) -> None:
         super().__init__(model, tokenizer, max_rows, stop)
-        self.graphs = graphs and self.device.type == "cuda"
+        self.graphs = self.device.type == "cuda"
+        self.keep_bytes = int(KEEP_SHARE * _card_bytes(self.device)) if keep_bytes is None else keep_bytes
         self.cache = PagedCache(model)
         self._ends = _power_of_two(self._eos.tolist(), self.device)
         self._buffers: _Buffers | None = None
@@ -74,7 +77,7 @@ class PagedEngine(TransformersEngine):
         per_call = max(1, MAX_OUTPUTS // (num_samples * sampling.max_new_tokens))
         for start in range(0, len(prompts), per_call):
             groups += self._generate(prompts[start : start + per_call], num_samples, sampling)
-        if self._buffers is not None and self._buffers.num_bytes > KEEP_SHARE * _card_bytes(self.device):
+        if self._buffers is not None and self._buffers.num_bytes > self.keep_bytes:
             self._forget_buffers()
         return groups
 
