@@ -296,6 +296,7 @@ def test_ctrl_c_ends_the_command_in_order(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1", "TERM": "dumb"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background ignore it
     )
     try:
         assert process.stdout is not None
