@@ -107,9 +107,7 @@ class Plan:
 
     def runs(self, phase: str, regimes: Sequence[str], methods: Sequence[str]) -> list[Run]:
         """Seed after seed, so that a study that is stopped has whole seeds."""
-        for asked, known in ((regimes, self.tables["regimes"]), (methods, self.tables["methods"])):
-            if strange := set(asked) - set(known):
-                raise UserError(f"{', '.join(sorted(strange))} is not in the plan; allowed: {', '.join(known)}")
+        self.check(regimes, methods)
         found = []
         for seed in self.tables["seeds"][phase]:
             for regime in regimes or self.tables["regimes"]:
@@ -117,6 +115,12 @@ class Plan:
                     if not methods or name in methods:
                         found += [Run(regime, name, value, seed) for value in self.values(phase, regime, name)]
         return found
+
+    def check(self, regimes: Sequence[str], methods: Sequence[str]) -> None:
+        """That the plan has what is asked for."""
+        for asked, known in ((regimes, self.tables["regimes"]), (methods, self.tables["methods"])):
+            if strange := set(asked) - set(known):
+                raise UserError(f"{', '.join(sorted(strange))} is not in the plan; allowed: {', '.join(known)}")
 
     def values(self, phase: str, regime: str, name: str) -> list[str]:
         """Of the knob that a method is tuned over: those that this phase runs."""
@@ -366,6 +370,7 @@ def main() -> None:
         if not args.plan.is_file():
             raise UserError(f"{args.plan}: no such plan")
         plan = Plan(read_toml(args.plan), args.out)
+        plan.check(args.regime, args.method)
         if args.action == "run":
             run(plan, args.phase, args.jobs, args.regime, args.method)
         elif args.action == "list":

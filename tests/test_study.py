@@ -91,6 +91,8 @@ def test_the_value_with_the_best_mean_over_seeds_is_reported_and_inherited(study
         plan.runs("report", ["finite"], [])
     with pytest.raises(UserError, match="dence is not in the plan; allowed: dense, finite"):
         plan.runs("tune", ["dence"], [])
+    with pytest.raises(UserError, match="eppo is not in the plan; allowed: grpo, wide, eepo"):
+        plan.check([], ["eppo"])
 
 
 def test_a_method_may_have_an_objective_of_its_own(study: Any, tmp_path: Path) -> None:

@@ -230,7 +230,7 @@ class _Buffers:
             with torch.cuda.graph(graph, pool=self._memory):
                 self._step(size)
         except RuntimeError as error:
-            return str(error).strip().splitlines()[0]
+            return (str(error).strip() or type(error).__name__).splitlines()[0]
         self._graphs[size], self._memory = graph, self._memory or graph.pool()
         return ""
 
