@@ -262,6 +262,7 @@ def profile(args: argparse.Namespace, device: torch.device) -> None:
         with torch.inference_mode():
             buffers.step(num_rows)  # captured
             buffers._graphs.clear()
+            buffers._memory = None  # it went with them
             again = _seconds(partial(buffers.step, num_rows), device)  # as later calls do
             _put_in_the_midst(buffers, args.length)
             print(f"\ncaptured again and run in {1000 * again:.0f} ms")

@@ -69,7 +69,10 @@ class OnceOnly(CustomGraphPass):
         return get_hash_for_files((__file__,))
 
 
-OPTIONS = {"post_grad_custom_pre_pass": OnceOnly()}  # one for all: layers compiled with another are compiled again
+OPTIONS = {  # one for all: layers compiled with another are compiled again
+    "post_grad_custom_pre_pass": OnceOnly(),
+    "combo_kernels": True,  # small ones that do not wait for each other are one: queries and keys are turned together
+}
 
 
 def compile_packed(model: Any) -> bool:
