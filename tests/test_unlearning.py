@@ -449,6 +449,18 @@ def test_later_stages_are_praised_but_not_punished_if_so_asked(build: Any, demo_
         assert after == [*before[:4], *(max(0.0, one) for one in before[4:])]
 
 
+@pytest.mark.parametrize("later", ["all", "positive"])
+def test_failures_count_less_if_so_asked(later: str, build: Any, demo_prompts: list[Prompt]) -> None:
+    options = {"group_size": 8, "gate": "always", "unlearn_lr": 1e-3, "later_advantages": later}
+    usual, mild = (
+        build(failure_weight=weight, **options).step(demo_prompts[:6], SAMPLING, StepMetrics()) for weight in (1, 0.25)
+    )
+    assert usual.rewards == mild.rewards
+    before, after = ([one for row in rollout.advantages for one in row] for rollout in (usual, mild))
+    assert min(before) < 0 < max(before)
+    assert after == pytest.approx([one if one > 0 else one / 4 for one in before])
+
+
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_rare_successes_weigh_more_if_so_asked(num_stages: int, build: Any, demo_prompts: list[Prompt]) -> None:
     """Each stage by itself: the likelihoods of two models are not compared."""

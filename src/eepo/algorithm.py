@@ -52,8 +52,8 @@ class EEPO:
             rollout.settle()
         parts = self.options.num_stages if self.options.advantage_baseline == "stage" else 1  # of a group
         advantages = torch.cat([group_advantages(part) for part in torch.tensor(rollout.rewards).chunk(parts, 1)], 1)
-        if self.options.later_advantages == "positive":  # what was sampled to be unlike is not punished for failing
-            advantages = torch.where(torch.tensor(rollout.stages) > 1, advantages.clamp(min=0), advantages)
+        spared = (self.options.later_advantages == "positive") & (torch.tensor(rollout.stages) > 1)  # meant to stray
+        advantages = torch.maximum(advantages, advantages * torch.where(spared, 0.0, self.options.failure_weight))
         apart = (len(prompts), self.options.num_stages, -1)  # likelihoods under θ and under θ′ are not compared
         rare = torch.tensor(rollout.mean_logprobs()).view(apart), (advantages > 0).view(apart), self.options.rare_weight
         rollout.advantages = (advantages * rarity_weights(*rare).flatten(1)).tolist()

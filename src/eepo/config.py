@@ -133,6 +133,7 @@ class AlgorithmConfig:
 
     advantage_baseline: Literal["group", "stage"] = "group"
     later_advantages: Literal["all", "positive"] = "all"  # after stage 1; positive: what does worse is not punished
+    failure_weight: float = knob(1.0, least=0, most=1)  # of what does worse than its group, against what does better
     rare_weight: float = knob(0.0, least=0, most=1)  # how much more an unlikely success weighs than a likely one
     clip_low: float = knob(0.2, above=0, most=1)
     clip_high: float = knob(0.2, above=0)

@@ -61,6 +61,7 @@ def test_grpo_is_one_stage_without_eepos_knobs() -> None:
         ("paper/qwen2.5-3b+eepo", "algorithm.unlearn_max_completions=64", "unlearn_max_completions = 64 .* allowed: 0"),
         ("paper/qwen2.5-3b+eepo", "algorithm.later_advantages=positive", 'later_advantages = "positive"'),
         ("paper/qwen2.5-3b+grpo", "algorithm.rare_weight=0.5", "rare_weight = 0.5"),
+        ("paper/qwen2.5-3b+grpo", "algorithm.failure_weight=0.5", "failure_weight = 0.5"),
         ("paper/qwen2.5-3b+eepo", "algorithm.advantage_baseline=stage", "advantage_baseline"),
     ],
 )

@@ -12,6 +12,7 @@ from eepo.types import UserError
 
 ALLOWED: dict[str, tuple[object, ...]] = {  # of [algorithm], where verl can less than we can
     "advantage_baseline": ("group",),
+    "failure_weight": (1,),
     "rare_weight": (0,),
 }
 ALLOWED_IN_STAGES: dict[str, tuple[object, ...]] = {  # with more than one
