@@ -26,7 +26,8 @@ from eepo.rollout.paged import PagedEngine
 from eepo.types import Completion, Prompt, Sampling
 
 SPARED = {"qwen2": 3, "qwen3": 3, "llama": 3, "gemma2": 3, "gemma3_text": 3, "phi": 2, "opt": 2, "phi3": 0, "gpt2": 0}
-PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+ADDS = torch.ops.higher_order.auto_functionalized  # a product to what is there
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, ADDS)
 GREEDY = Sampling(temperature=0.0, max_new_tokens=7)
 PROMPTS = [Prompt(str(place), "", tuple(range(3, 5 + 4 * place))) for place in range(4)]
 CAN_GENERATE = any(map(shutil.which, ("gcc", "clang"))) and Path(sysconfig.get_path("include"), "Python.h").is_file()
@@ -147,6 +148,8 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         ("qwen2", compile_packed, 4),
         ("qwen3", compile_packed, 4),
         ("phi", compile_packed, 4),
+        ("gemma2", compile_packed, 4),  # with norms between products and sums
+        ("cohere", compile_packed, 4),  # attention beside the MLP
     ],
 )
 def test_a_layer_computes_products_of_one_input_once(
@@ -193,6 +196,7 @@ def test_the_code_that_torch_generates_computes_them_once(
     assert compile_packed(engine.model)
     got, codes = run_and_get_code(drawn, engine)
     assert_same(got, drawn(PagedEngine(model, tokenizer)))
-    counts = {sum(code.count(f"extern_kernels.{name}(") for name in ("mm", "addmm")) for code in codes}
-    assert counts - {0} == {1, 2}
+    calls = ("extern_kernels.mm(", "extern_kernels.addmm(", "eepo.add_product.default(")
+    counts = {tuple(map(code.count, calls)) for code in codes}
+    assert counts - {(0, 0, 0)} == {(0, 1, 0), (1, 0, 0), (1, 0, 1)}  # q+k+v; o; gate+up, and down with its sum
     torch._dynamo.reset()

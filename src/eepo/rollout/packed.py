@@ -18,6 +18,8 @@ from torch.fx import Graph
 from torch.nn.functional import linear
 
 from eepo.compiled import can_compile, compile_layers, decoder_layers
+from eepo.rollout import residual
+from eepo.rollout.residual import add_in_products
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 aten = torch.ops.aten
@@ -48,29 +50,35 @@ class PackedLinear(nn.Linear):
         raise RuntimeError("a packed model is not copied: the copy's weights would be views of nothing that it uses")
 
 
-class OnceOnly(CustomGraphPass):
+def compute_once(graph: Graph) -> None:
     """Of equal products in a graph the first stays. torch itself looks for such only where there are gradients.
 
     Equal results are then one tensor: fine for parts of a pack, which do not overlap.
     """
+    seen: dict[str, Any] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target not in MERGED:
+            continue
+        first = seen.setdefault(f"{node.target} {node.args} {node.kwargs}", node)  # a node's name is its own
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
+class FewerKernels(CustomGraphPass):
+    """What a compiled layer's graph goes through before torch fuses what is left."""
 
     def __call__(self, graph: Graph) -> None:
-        seen: dict[str, Any] = {}
-        for node in list(graph.nodes):
-            if node.op != "call_function" or node.target not in MERGED:
-                continue
-            first = seen.setdefault(f"{node.target} {node.args} {node.kwargs}", node)  # a node's name is its own
-            if first is not node:
-                node.replace_all_uses_with(first)
-                graph.erase_node(node)
+        compute_once(graph)
+        add_in_products(graph)
 
     def uuid(self) -> Any:
         """Says to torch's cache of compiled code which pass it was."""
-        return get_hash_for_files((__file__,))
+        return get_hash_for_files((__file__, residual.__file__))
 
 
 OPTIONS = {  # one for all: layers compiled with another are compiled again
-    "post_grad_custom_pre_pass": OnceOnly(),
+    "post_grad_custom_pre_pass": FewerKernels(),
     "combo_kernels": True,  # small ones that do not wait for each other are one: queries and keys are turned together
 }
 
