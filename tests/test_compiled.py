@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 from eepo import attention, compiled
 from eepo.batching import MicroBatch
-from eepo.compiled import can_compile, compile_layers, decoder_layers, wants_compiling
+from eepo.compiled import beside_layers, can_compile, compile_layers, decoder_layers, wants_compiling
 from eepo.config import compiles
 from eepo.policy import Policy, Scores
 
@@ -32,6 +32,23 @@ def test_the_layers_are_those_that_hold_attention(family: str, depth: int, new_m
 def test_as_many_experts_as_layers_are_no_layers(new_model: Any) -> None:
     model = new_model("mixtral", num_hidden_layers=2, num_local_experts=2, num_experts_per_tok=1)
     assert {type(layer).__name__ for layer in decoder_layers(model)} == {"MixtralDecoderLayer"}
+
+
+@pytest.mark.parametrize(("family", "shape", "names"), [
+    ("qwen2", {}, ["norm", "rotary_emb"]),
+    ("gemma3_text", {}, ["norm", "rotary_emb"]),
+    ("phi", {}, ["rotary_emb", "final_layernorm"]),
+    ("opt", {"word_embed_proj_dim": 16}, ["final_layer_norm"]),
+    ("gpt2", {}, ["ln_f"]),
+    ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ["norm"]),
+    ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, ["norm", "rotary_emb"]),
+])  # fmt: skip
+def test_beside_the_layers_are_norms_and_rotary_embeddings(
+    family: str, shape: dict[str, Any], names: list[str], new_model: Any
+) -> None:
+    model = new_model(family, **shape)
+    known = {id(module): name.split(".")[-1] for name, module in model.named_modules()}
+    assert [known[id(module)] for module in beside_layers(model)] == names
 
 
 def test_when_layers_are_compiled(new_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,3 +54,19 @@ def decoder_layers(model: Any) -> list[nn.Module]:
     depth = model.config.get_text_config().num_hidden_layers
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == depth]
     return list(lists[0]) if lists else []
+
+
+def beside_layers(model: Any) -> list[nn.Module]:
+    """The last norm and the rotary embedding, by what they are: next to the layers, alone, and made of vectors.
+
+    An embedding that looks at its positions, to stretch itself for long ones, is none to compile.
+    """
+    layers = decoder_layers(model)
+    parents = [one for one in model.modules() if any(list(child.children()) == layers for child in one.children())]
+    found = []
+    for module in parents[0].children() if layers and parents else []:
+        tensors = [*module.parameters(), *module.buffers()]
+        small = bool(tensors) and all(one.dim() < 2 for one in tensors) and not list(module.children())
+        if small and not any(kind in str(getattr(module, "rope_type", "")) for kind in ("dynamic", "longrope")):
+            found.append(module)
+    return found

@@ -17,7 +17,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph
 from torch.nn.functional import linear
 
-from eepo.compiled import can_compile, compile_layers, decoder_layers
+from eepo.compiled import beside_layers, can_compile, compile_layers, decoder_layers
 from eepo.rollout import residual
 from eepo.rollout.residual import add_in_products
 
@@ -84,10 +84,17 @@ OPTIONS = {  # one for all: layers compiled with another are compiled again
 
 
 def compile_packed(model: Any) -> bool:
-    """As `compile_layers`, for a model that nobody trains, moves or copies: with products of one input as one."""
+    """As `compile_layers`, for a model that nobody trains, moves or copies: with products of one input as one.
+
+    What goes before and after the layers is compiled too: little work, but in many kernels.
+    """
     if can_compile(model):
         pack(model)
-    return compile_layers(model, OPTIONS)
+    if not compile_layers(model, OPTIONS):
+        return False
+    for module in beside_layers(model):
+        module.compile(dynamic=True, options=OPTIONS)
+    return True
 
 
 @torch.no_grad()

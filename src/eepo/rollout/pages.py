@@ -100,9 +100,9 @@ class Prefill:
         own = [
             table[place // PAGE] for prompt, table in zip(prompts, pages, strict=True) for place in range(len(prompt))
         ]
-        flat = send_numbers([ids, places, own], device)
+        flat = send_numbers([places, ids, own], device)  # places first: compiled code asks where a tensor begins
         starts = send_numbers([0, *accumulate(map(len, prompts))], device).int()
-        return cls(flat[:1], flat[1:2], starts, max(map(len, prompts)), flat[2], flat[1] % PAGE)
+        return cls(flat[1:2], flat[:1], starts, max(map(len, prompts)), flat[2], flat[0] % PAGE)
 
     def run(self, model: Any) -> Tensor:  # [P, H]
         output = model.base_model(input_ids=self.input_ids, position_ids=self.position_ids, use_cache=False)
