@@ -337,6 +337,14 @@ def test_parts_are_few_where_rows_are_many() -> None:
     assert [attention_module.num_splits(n) for n in (1, 16, 64, 128, 255, 256, 4096)] == [16, 16, 4, 2, 2, 1, 1]
 
 
+def test_a_program_with_a_row_to_itself_reads_further_ahead_where_there_is_room() -> None:
+    """Of 64 tokens, in bf16: heads of 128 on cards with 227 and 99 KB for a program, of 64 and 256."""
+    stages, page = attention_module.num_stages, 2 * 2 * 64
+    assert [stages(splits, page * 128, 227 << 10) for splits in (1, 2, 16)] == [5, 3, 3]
+    assert [stages(1, page * size, 99 << 10) for size in (64, 128)] == [5, 3]
+    assert stages(1, page * 256, 227 << 10) == 3
+
+
 # --- the head
 
 

@@ -44,7 +44,9 @@ def kind(name: str, cached: str) -> str:
     return cached if name in CACHED else "*fp32"
 
 
-def compiled(kernel: Any, constants: dict[str, Any], card: int, num_warps: int, cached: str = "*bf16") -> Any:
+def compiled(
+    kernel: Any, constants: dict[str, Any], card: int, num_warps: int, cached: str = "*bf16", num_stages: int = 3
+) -> Any:
     signature = {name: "constexpr" if name in constants else kind(name, cached) for name in kernel.arg_names}
     aligned = {  # as addresses and even sizes are: Triton is told so at a launch
         (place,): [["tt.divisibility", 16]]
@@ -52,21 +54,22 @@ def compiled(kernel: Any, constants: dict[str, Any], card: int, num_warps: int, 
         if name not in {*constants, "scale", "softcap", "vocabulary", "window"}
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    return compile(source, target=GPUTarget("cuda", card, 32), options={"num_warps": num_warps}).asm
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    return compile(source, target=GPUTarget("cuda", card, 32), options=options)
 
 
 @pytest.mark.parametrize("card", CARDS)
 def test_draws(card: int) -> None:
     constants = {"NUM_BLOCKS": 75, "PADDED_BLOCKS": 128, "BLOCK": draw.BLOCK, "NUM_ENDS": 2}
-    assert compiled(draw._join_kernel, constants, card, 8)["cubin"]
-    assert compiled(draw._block_kernel, {"PADDED_BLOCKS": 128, "BLOCK": draw.BLOCK}, card, 4)["cubin"]
+    assert compiled(draw._join_kernel, constants, card, 8).asm["cubin"]
+    assert compiled(draw._block_kernel, {"PADDED_BLOCKS": 128, "BLOCK": draw.BLOCK}, card, 4).asm["cubin"]
 
 
 @pytest.mark.parametrize("card", CARDS)
 def test_heads(card: int) -> None:
-    assert compiled(head._stats_kernel, {"NUM_BLOCKS": 38, "BLOCK": head.BLOCK}, card, 8)["cubin"]
+    assert compiled(head._stats_kernel, {"NUM_BLOCKS": 38, "BLOCK": head.BLOCK}, card, 8).asm["cubin"]
     for cached in ("*bf16", "*fp32"):  # of the gradient
-        assert compiled(head._gradient_kernel, {"BLOCK": head.BLOCK}, card, 8, cached)["cubin"]
+        assert compiled(head._gradient_kernel, {"BLOCK": head.BLOCK}, card, 8, cached).asm["cubin"]
 
 
 @pytest.mark.parametrize(("shape", "cached", "card"), [
@@ -77,9 +80,18 @@ def test_heads(card: int) -> None:
     ({"PRECISION": "ieee"}, "*fp32", 90),
 ])  # fmt: skip
 def test_attention_over_pages(shape: dict[str, Any], cached: str, card: int) -> None:
-    assert compiled(paged_attention._decode_kernel, ATTENTION | shape, card, 4, cached)["cubin"]
+    assert compiled(paged_attention._decode_kernel, ATTENTION | shape, card, 4, cached).asm["cubin"]
+
+
+@pytest.mark.parametrize(("card", "kilobytes"), [(80, 163), (90, 227)])
+def test_reading_far_ahead_takes_no_more_than_the_room_it_asks_for(card: int, kilobytes: int) -> None:
+    stages = paged_attention.num_stages(1, 2 * 64 * 128 * 2, kilobytes << 10)
+    assert stages == paged_attention.LONE_STAGES
+    shape = {"NUM_HEADS": 16, "GROUP": 8, "SIZE": 128, "PADDED": 128}
+    made = compiled(paged_attention._decode_kernel, ATTENTION | shape, card, 4, num_stages=stages)
+    assert made.metadata.shared <= stages * 2 * 64 * 128 * 2
 
 
 def test_parts_are_joined() -> None:
     constants = {"SIZE": 80, "PADDED": 128, "SPLITS": 16}
-    assert compiled(paged_attention._join_kernel, constants, 90, 1)["cubin"]
+    assert compiled(paged_attention._join_kernel, constants, 90, 1).asm["cubin"]

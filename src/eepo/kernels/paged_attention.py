@@ -13,7 +13,8 @@ from torch import Tensor
 
 PROGRAMS = 256  # that keep a card busy: with fewer, rows are split
 MOST_SPLITS = 16  # of a row
-WARPS, STAGES = 4, 3  # of a program; the second says how many pages it reads ahead
+WARPS = 4  # of a program
+STAGES, LONE_STAGES = 3, 5  # how far ahead it reads: one of several of a row, and one that has a row to itself
 
 
 @triton.jit
@@ -121,7 +122,7 @@ def paged_attention(
 ) -> Tensor:  # [B, H, D]
     num_rows, num_heads, size = query.shape
     num_key_heads, page = key_pages.shape[1], key_pages.shape[2]
-    group = num_heads // num_key_heads
+    group, padded = num_heads // num_key_heads, max(16, triton.next_power_of_2(size))
     splits = num_splits(num_rows * num_key_heads)
     out = torch.empty(num_rows, num_heads, size, dtype=query.dtype, device=query.device)
     part_sums = part_tops = part_totals = out
@@ -133,12 +134,13 @@ def paged_attention(
         value.stride(1), key_pages, value_pages, key_pages.stride(0), tables, tables.stride(0), positions,
         out, part_sums, part_tops, part_totals, scale, softcap, window,
         NUM_HEADS=num_heads, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), SIZE=size,
-        PADDED=max(16, triton.next_power_of_2(size)), PAGE=page, SPLITS=splits, SOFTCAP=softcap > 0, WINDOW=window > 0,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_warps=WARPS, num_stages=STAGES,
+        PADDED=padded, PAGE=page, SPLITS=splits, SOFTCAP=softcap > 0, WINDOW=window > 0,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_warps=WARPS,
+        num_stages=num_stages(splits, 2 * page * padded * key_pages.element_size(), _shared_bytes(query.device)),
     )  # fmt: skip
     if splits > 1:
         _join_kernel[(num_rows * num_heads,)](
-            out, part_sums, part_tops, part_totals, SIZE=size, PADDED=max(16, triton.next_power_of_2(size)),
+            out, part_sums, part_tops, part_totals, SIZE=size, PADDED=padded,
             SPLITS=splits, num_warps=1,
         )  # fmt: skip
     return out
@@ -150,3 +152,17 @@ def num_splits(num_programs: int) -> int:
     while splits < MOST_SPLITS and num_programs * splits < PROGRAMS:
         splits *= 2
     return splits
+
+
+def num_stages(splits: int, page_bytes: int, shared_bytes: int) -> int:
+    """More where a program has a row to itself, if the card could hold as many pages of keys and values at once.
+
+    Compilers hold fewer than that, but not all of them equally few.
+    """
+    return LONE_STAGES if splits == 1 and LONE_STAGES * page_bytes <= shared_bytes else STAGES
+
+
+def _shared_bytes(device: torch.device) -> int:
+    """What a program can have of the card's fast memory; 0 where torch does not say."""
+    known = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return getattr(known, "shared_memory_per_block_optin", 0)
