@@ -304,6 +304,14 @@ def test_places_at_the_borders_of_pages_and_parts_that_are_empty(number: int, sp
     attended_by_both(2, 1, 16, [0, 1, 15, 16, 17, 32, 47, 64])
 
 
+def test_each_call_finds_the_counters_of_programs_as_the_first_did(splits: Any) -> None:
+    for number in (16, 2, 8, 2):
+        splits(number)
+        for heads, key_heads in ((2, 1), (6, 2)):
+            attended_by_both(heads, key_heads, 16, [40, 0, 17, 100])
+            assert not attention_module._arrivals(CPU).any()
+
+
 @pytest.mark.parametrize("number", [1, 4])
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 33, 100])
 def test_windows(window: int, number: int, splits: Any) -> None:
@@ -335,6 +343,12 @@ def test_tables_and_positions_may_have_more_rows_than_there_are() -> None:
 
 def test_parts_are_few_where_rows_are_many() -> None:
     assert [attention_module.num_splits(n) for n in (1, 16, 64, 128, 255, 256, 4096)] == [16, 16, 4, 2, 2, 1, 1]
+
+
+def test_no_more_rows_are_split_than_have_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_module, "PROGRAMS", 1 << 20)
+    assert [attention_module.num_splits(n) for n in (1, 4095, 4096)] == [16, 2, 1]
+    assert len(attention_module._arrivals(CPU)) == 4096
 
 
 def test_a_program_with_a_row_to_itself_reads_further_ahead_where_there_is_room() -> None:

@@ -65,6 +65,40 @@ def test_draws_of_a_real_vocabulary(num_rows: int, temperature: float, dtype: to
     assert torch.equal(outputs.lengths[same], plain[1].lengths[same])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("splits", [1, 2, 4, 8, 16])
+def test_attention_of_programs_that_join_what_they_found(
+    splits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Call after call, and in a graph: whoever comes last joins in the same order, and finds what all have written."""
+    from eepo.kernels import paged_attention as module
+
+    monkeypatch.setattr(module, "num_splits", lambda num_programs: splits)
+    generator = torch.Generator(device=GPU).manual_seed(splits)
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=GPU, generator=generator).to(dtype)
+
+    num_rows, width = 15, 33
+    tables = torch.randperm(num_rows * width, device=GPU, generator=generator).view(num_rows, width).int()
+    positions = torch.randint(0, 64 * width, (num_rows,), device=GPU, generator=generator)
+    positions[:3] = torch.tensor([0, 64, 64 * width - 1])
+    pages = [some(num_rows * width, 2, 64, 128) for _ in range(2)]
+    given = [(some(num_rows, 16, 128), some(num_rows, 2, 128), some(num_rows, 2, 128)) for _ in range(100)]
+    rest = *pages, tables, positions, 128**-0.5
+    expected = [reference.paged_attention(*one, *rest) for one in given]
+    got = [module.paged_attention(*one, *rest) for one in given]
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(torch.stack(got), torch.stack(expected), rtol=tolerance, atol=tolerance)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = [module.paged_attention(*one, *rest) for one in given]
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(torch.stack(again), torch.stack(got))
+    assert not module._arrivals(tables.device).any()
+
+
 class Wordless:
     eos_token_id = 1
 
