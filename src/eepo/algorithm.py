@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from eepo.advantages import advantage_weights
 from eepo.batching import MicroBatch, evenly
 from eepo.config import AlgorithmConfig
 from eepo.metrics import StepMetrics
@@ -52,11 +53,11 @@ class EEPO:
             rollout.settle()
         parts = self.options.num_stages if self.options.advantage_baseline == "stage" else 1  # of a group
         advantages = torch.cat([group_advantages(part) for part in torch.tensor(rollout.rewards).chunk(parts, 1)], 1)
-        spared = (self.options.later_advantages == "positive") & (torch.tensor(rollout.stages) > 1)  # meant to stray
-        advantages = torch.maximum(advantages, advantages * torch.where(spared, 0.0, self.options.failure_weight))
-        apart = (len(prompts), self.options.num_stages, -1)  # likelihoods under θ and under θ′ are not compared
-        rare = torch.tensor(rollout.mean_logprobs()).view(apart), (advantages > 0).view(apart), self.options.rare_weight
-        rollout.advantages = (advantages * rarity_weights(*rare).flatten(1)).tolist()
+        values, logprobs, stages = (
+            torch.as_tensor(one).unflatten(-1, (self.options.num_stages, -1))
+            for one in (advantages, rollout.mean_logprobs(), rollout.stages)
+        )
+        rollout.advantages = (values * advantage_weights(values, logprobs, stages, self.options)).flatten(1).tolist()
         metrics.record_rollout(rollout)
         for first in range(0, len(prompts), self.mini_batch):
             self.update(rollout, range(first, min(first + self.mini_batch, len(prompts))), metrics)
@@ -151,13 +152,6 @@ def group_advantages(rewards: Tensor) -> Tensor:  # [Q, G] -> [Q, G]
     advantages = centred / (rewards.std(1, keepdim=True, correction=1) + 1e-6)
     equal = (rewards == rewards[:, :1]).all(1, keepdim=True)  # exactly, whatever rounding the mean brought
     return torch.where(equal, 0.0, advantages)
-
-
-def rarity_weights(logprobs: Tensor, good: Tensor, strength: float) -> Tensor:  # [..., n], bool [..., n] -> [..., n]
-    """Of what did well, the least likely weighs 1 + strength, the likeliest 1 − strength, in even steps."""
-    count = good.sum(-1, keepdim=True)
-    ranks = torch.where(good, logprobs, torch.inf).argsort(-1).argsort(-1)  # 0: the least likely
-    return torch.where(good & (count > 1), 1 + strength * (1 - 2 * ranks / (count - 1).clamp(min=1)), 1.0)
 
 
 def token_gate(entropies: Tensor, mask: Tensor, threshold: float, window: int) -> Tensor:  # [B, T] -> bool [B, T]

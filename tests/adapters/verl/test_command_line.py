@@ -105,6 +105,7 @@ def test_a_mistake_is_one_line_and_starts_nothing() -> None:
         (PPOTrainer._init_resource_pool_mgr, ["self"]),
         (PPOTrainer._get_required_batch_multiple, ["self", "dp_size"]),
         (PPOTrainer._balance_batch, ["self", "batch", "metrics", "logging_prefix", "keep_minibatch"]),
+        (PPOTrainer._compute_advantage, ["self", "batch", "metrics"]),
         (PPOTrainer._compute_metrics, ["self", "batch", "metrics", "timing_raw", "global_steps", "epoch"]),
         (PPOTrainer._save_checkpoint, ["self"]),
         (PPOTrainer._load_checkpoint, ["self"]),

@@ -18,6 +18,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl_runs import GROUP, VerlRun, entropy, stage_rows
 
+from eepo.adapters.verl.stages import row_weights
+from eepo.config import AlgorithmConfig
+
 EPS = 1e-4
 Rows = list[dict[str, Any]]
 
@@ -131,19 +134,47 @@ def test_groups_are_whole_and_every_row_knows_its_stage(eepo: VerlRun, step: int
     assert [sorted(found) for found in stages.values()] == [[1, 1, 2, 2]] * 3
 
 
-def test_advantages_are_over_the_whole_group(model: Path, eepo: VerlRun) -> None:
+def advantages(model: Path, run: VerlRun, pushes: range) -> list[tuple[int, float, float]]:
+    """Of each completion: its push, its advantage over the whole group, and what the policy loss was handed."""
     tokenizer = AutoTokenizer.from_pretrained(model)
-    found = {tuple(row["denominators"]): row["advantages"][0] for row in eepo.loss_rows()}
-    by_prompt: dict[tuple[int, ...], Rows] = {}
-    for row in eepo.completions(2) + eepo.completions(3):
-        by_prompt.setdefault(tuple(row["prompt"]), []).append(row)
+    handed = {tuple(row["denominators"]): row["advantages"][0] for row in run.loss_rows()}
+    by_prompt: dict[tuple[int, ...], list[tuple[int, dict[str, Any]]]] = {}
+    for push in pushes:
+        for row in run.completions(push):
+            by_prompt.setdefault(tuple(row["prompt"]), []).append((push, row))
+    found: list[tuple[int, float, float]] = []
     for rows in by_prompt.values():
-        texts = [tokenizer.decode(row["ids"], skip_special_tokens=True) for row in rows]
+        texts = [tokenizer.decode(row["ids"], skip_special_tokens=True) for _, row in rows]
         rewards = torch.tensor([compute_score("", text, "") for text in texts])
         assert len(rewards) == GROUP
-        expected = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
-        ours = [found[tuple(torch.tensor(row["logprobs"], dtype=torch.float32).tolist())] for row in rows]
-        torch.testing.assert_close(torch.tensor(ours), expected, atol=1e-4, rtol=0)
+        plain = ((rewards - rewards.mean()) / (rewards.std() + 1e-6)).tolist()
+        ours = [handed[tuple(torch.tensor(row["logprobs"], dtype=torch.float32).tolist())] for _, row in rows]
+        found += zip((push for push, _ in rows), plain, ours, strict=True)
+    return found
+
+
+def test_advantages_are_over_the_whole_group(model: Path, eepo: VerlRun) -> None:
+    for _, plain, ours in advantages(model, eepo, range(2, 4)):
+        assert ours == pytest.approx(plain, abs=1e-4)
+
+
+def test_failures_count_less_and_later_ones_not_at_all_if_so_asked(model: Path, resumed: VerlRun) -> None:
+    found = advantages(model, resumed, range(1, 5))
+    assert min(plain for push, plain, _ in found if push == 1) < -0.1
+    assert min(plain for push, plain, _ in found if push > 1) < -0.1
+    for push, plain, ours in found:
+        weight = 1.0 if plain > 0 else 0.25 if push == 1 else 0.0
+        assert ours == pytest.approx(weight * plain, abs=1e-4)
+
+
+def test_rare_successes_weigh_more_within_a_prompts_stage() -> None:
+    keys = ["a-1_0_0", "a-1_1_0", "a-1_2_0", "a-2_0_0", "a-1_0_1", "b-1_0_0", "pad_0_0"]
+    signs = [1.0, 1.0, -1.0, 1.0, 1.0, 1.0, 0.0]
+    logprobs = [-1.0, -2.5, -9.0, -7.0, -2.0, -3.0, 0.0]  # a's session 0 has two rows: -1.5, the likelier
+    weights = row_weights(keys, signs, logprobs, AlgorithmConfig(rare_weight=0.5, failure_weight=0.75), staged=True)
+    assert weights == [0.5, 1.5, 0.75, 1.0, 0.5, 1.0, 1.0]
+    plain = ["0f-3e_0_0", "0f-3e_1_0"]  # without stages, verl's own uids
+    assert row_weights(plain, [1.0, 1.0], [-2.0, -1.0], AlgorithmConfig(rare_weight=1.0), staged=False) == [2.0, 0.0]
 
 
 def test_each_stage_has_metrics(eepo: VerlRun) -> None:

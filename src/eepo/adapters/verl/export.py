@@ -6,20 +6,17 @@ import json
 import shlex
 from collections.abc import Iterator
 
-from eepo.adapters.verl.options import KNOBS
+from eepo.adapters.verl.options import KNOBS, WEIGHTS
 from eepo.config import DatasetConfig, RunConfig
 from eepo.types import UserError
 
 ALLOWED: dict[str, tuple[object, ...]] = {  # of [algorithm], where verl can less than we can
     "advantage_baseline": ("group",),
-    "failure_weight": (1,),
-    "rare_weight": (0,),
 }
 ALLOWED_IN_STAGES: dict[str, tuple[object, ...]] = {  # with more than one
     "saturation": ("stop",),
     "unlearn_on": ("all", "rewarded", "unrewarded"),
     "unlearn_max_completions": (0,),
-    "later_advantages": ("all",),
 }
 FILES = ("TRAIN_FILES", "VAL_FILES")  # shell variables: verl reads Parquet files of its own layout
 
@@ -53,6 +50,7 @@ def overrides(config: RunConfig) -> Iterator[tuple[str, object]]:
         yield from ((f"eepo.{name}", getattr(config.algorithm, name)) for name in KNOBS)
     else:
         yield "eepo.num_stages", 1
+        yield from ((f"eepo.{name}", getattr(config.algorithm, name)) for name in WEIGHTS)
 
 
 def _check(config: RunConfig, knobs: dict[str, tuple[object, ...]]) -> None:

@@ -12,6 +12,7 @@ from eepo.config import AlgorithmConfig
 from eepo.recipe import read_section
 from eepo.types import UserError
 
+WEIGHTS = ("failure_weight", "rare_weight")  # of advantages; with one stage, too
 KNOBS = (
     "num_stages",
     "gate",
@@ -21,6 +22,8 @@ KNOBS = (
     "unlearn_loss",
     "unlearn_on",
     "unlearn_eps",
+    "later_advantages",
+    *WEIGHTS,
 )
 DEBUG = "debug"  # hash θ and the optimizer's state around every unlearning step, and stop the run if a bit changed
 
@@ -50,7 +53,18 @@ def read_options(config: Mapping[str, Any]) -> AlgorithmConfig:
     options: AlgorithmConfig = read_section(AlgorithmConfig, section | sampling, "verl's command line", "eepo.")
     if options.num_stages > 1:
         check_host(config, options)
+        if options.later_advantages != "all" and options.gate == "never":
+            raise UserError(
+                "eepo.later_advantages = positive must be all with eepo.gate = never: it has no stages here"
+            )
+    if weighs(options):
+        _check(config, WEIGHED)
     return options
+
+
+def weighs(options: AlgorithmConfig) -> bool:
+    """Whether advantages do not stay as verl computes them."""
+    return (options.later_advantages, options.failure_weight, options.rare_weight) != ("all", 1, 0)
 
 
 def check_host(config: Mapping[str, Any], options: AlgorithmConfig) -> None:
@@ -58,10 +72,7 @@ def check_host(config: Mapping[str, Any], options: AlgorithmConfig) -> None:
     stages, size = options.num_stages, options.group_size
     if size % stages:
         raise UserError(f"actor_rollout_ref.rollout.n = {size} must be a multiple of eepo.num_stages = {stages}")
-    for key, allowed, why in REQUIRED:
-        value = _find(config, key)
-        if value not in allowed:
-            raise UserError(f"{key} = {value} must be {' or '.join(map(str, allowed))}: {why}")
+    _check(config, REQUIRED)
     if options.unlearn_on != "all" and _find(config, "reward.reward_model.enable"):
         raise UserError(
             f"eepo.unlearn_on = {options.unlearn_on} needs rewards before stage 2: set reward.reward_model.enable=false"
@@ -69,7 +80,12 @@ def check_host(config: Mapping[str, Any], options: AlgorithmConfig) -> None:
 
 
 # key, what it may be (None: absent), why. Lines end in the reason, so that nobody has to look it up.
-REQUIRED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+Requirements = tuple[tuple[str, tuple[Any, ...], str], ...]
+WEIGHED: Requirements = (
+    ("algorithm.adv_estimator", ("grpo",), "eepo's weights are for one advantage of a whole completion"),
+    ("actor_rollout_ref.rollout.calculate_log_probs", (True,), "eepo.rare_weight ranks completions by them"),
+)
+REQUIRED: Requirements = (
     ("trainer.use_v1", (True,), "EEPO builds on verl's V1 trainer"),
     ("trainer.v1.trainer_mode", ("sync",), "asynchronous trainers have no moment between two stages"),
     ("trainer.v1.sync.parameter_sync_step", (None, 1), "a step's stages are sampled and trained on together"),
@@ -106,6 +122,13 @@ REQUIRED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("trainer.v1.sampler.sync_refill_failed_groups", (None, False), "groups are refilled in one piece, without stages"),
     ("skip.rollout_tq.enable", (None, False), "skipped rollouts have no stages"),
 )
+
+
+def _check(config: Mapping[str, Any], requirements: Requirements) -> None:
+    for key, allowed, why in requirements:
+        value = _find(config, key)
+        if value not in allowed:
+            raise UserError(f"{key} = {value} must be {' or '.join(map(str, allowed))}: {why}")
 
 
 def _find(config: Mapping[str, Any], key: str) -> Any:

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import transfer_queue as tq
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.utils import tensordict_utils as tu
+
+from eepo.advantages import advantage_weights
+from eepo.config import AlgorithmConfig
 
 
 def stage_uid(group: str, stage: int) -> str:
@@ -63,6 +67,43 @@ class StagedBuffer:
         groups = tu.get_tensordict({"uid": [group_of(key) for key in batch.keys]})
         tq.kv_batch_put(keys=batch.keys, partition_id=partition_id, fields=groups)
         return batch, metrics
+
+
+def weigh_advantages(batch: KVBatchMeta, options: AlgorithmConfig, staged: bool) -> None:
+    """Write them back, times what `eepo.later_advantages`, `failure_weight` and `rare_weight` say."""
+    fields = ["advantages", *(["rollout_log_probs", "response_mask"] if options.rare_weight else [])]
+    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+    advantages = data["advantages"].unbind()  # ragged rows: [tokens] each, one value and zeros
+    logprobs = [0.0] * len(advantages)
+    if options.rare_weight:
+        rows = zip(data["rollout_log_probs"].unbind(), data["response_mask"].unbind(), strict=True)
+        logprobs = [float((row * mask).sum() / mask.sum().clamp(min=1)) for row, mask in rows]
+    weights = row_weights(batch.keys, [float(row.sum()) for row in advantages], logprobs, options, staged)
+    weighed = [row * weight for row, weight in zip(advantages, weights, strict=True)]
+    nested = {"advantages": torch.nested.as_nested_tensor(weighed, layout=torch.jagged)}
+    tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict(nested, len(weighed)))
+
+
+def row_weights(
+    keys: list[str], signs: list[float], logprobs: list[float], options: AlgorithmConfig, staged: bool
+) -> list[float]:
+    """Rows of one session are one completion, and a uid is one prompt's in one stage. Padding weighs 1."""
+    uids: dict[str, dict[str, list[int]]] = {}
+    for row, key in enumerate(keys):
+        if not key.startswith("pad"):
+            uid, session, _ = key.rsplit("_", 2)
+            uids.setdefault(uid, {}).setdefault(session, []).append(row)
+    weights = [1.0] * len(keys)
+    for sessions in uids.values():
+        firsts = [rows[0] for rows in sessions.values()]
+        likely = [sum(logprobs[row] for row in rows) / len(rows) for rows in sessions.values()]
+        stage = stage_of(keys[firsts[0]]) if staged else 1
+        advantages = torch.tensor([signs[row] for row in firsts])
+        found = advantage_weights(advantages, torch.tensor(likely), torch.tensor(stage), options).tolist()
+        for rows, weight in zip(sessions.values(), found, strict=True):
+            for row in rows:
+                weights[row] = weight
+    return weights
 
 
 def row_entropies(batch: KVBatchMeta) -> tuple[float, int]:

@@ -14,8 +14,15 @@ from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.debug import marked_timer
 
-from eepo.adapters.verl.options import DEBUG, read_options
-from eepo.adapters.verl.stages import StagedBuffer, joined, row_entropies, stage_metrics, staged_prompts
+from eepo.adapters.verl.options import DEBUG, read_options, weighs
+from eepo.adapters.verl.stages import (
+    StagedBuffer,
+    joined,
+    row_entropies,
+    stage_metrics,
+    staged_prompts,
+    weigh_advantages,
+)
 from eepo.adapters.verl.worker import UnlearningWorker
 
 STATE = "eepo.json"  # beside verl's own files in a checkpoint
@@ -111,6 +118,12 @@ class EEPOTrainer(PPOTrainerSync):
         for role in (Role.ActorRollout, Role.ActorRolloutRef):
             if role in self.role_worker_mapping:
                 self.role_worker_mapping[role] = ray.remote(UnlearningWorker)
+
+    def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        batch = super()._compute_advantage(batch, metrics)
+        if weighs(self.options):
+            weigh_advantages(batch, self.options, self.staged)
+        return batch
 
     def _compute_metrics(
         self, batch: KVBatchMeta, metrics: dict[str, Any], timing_raw: dict[str, float], **where: Any
