@@ -29,9 +29,9 @@ from eepo import kernels
 from eepo.compiled import compile_layers
 from eepo.head import wide_product
 from eepo.kernels.rows import Outputs, RowState
-from eepo.rollout import paged
+from eepo.rollout.buffers import Buffers
 from eepo.rollout.packed import compile_packed
-from eepo.rollout.slots import PAGE
+from eepo.rollout.slots import AHEAD, PAGE
 
 SPREAD = 256 << 20  # bytes of copies: five times an H200's cache
 MAX_COPIES = 96
@@ -254,8 +254,8 @@ def profile(args: argparse.Namespace, device: torch.device) -> None:
         raise SystemExit(f"the paged engine cannot be used here: {problem}")
     if args.compiled:
         (compile_layers if args.unpacked else compile_packed)(engine.model)
-    width = -(-(args.length + paged.AHEAD) // PAGE) + 2
-    buffers = paged._Buffers(engine, most * width + 1, most, args.length + PAGE, most, PAGE)
+    width = -(-(args.length + AHEAD) // PAGE) + 2
+    buffers = Buffers(engine, most * width + 1, most, args.length + PAGE, most, PAGE)
     buffers.reset(1.0)
     buffers.tables[:, :width] = 1 + torch.arange(most * width, device=device).view(most, width).int()
     for num_rows in sizes:

@@ -51,7 +51,7 @@ class Forced(PagedEngine):
             config = RunConfig(model=ModelConfig(gradient_checkpointing=True))
             keep = memory.spare(shape, config, torch.bfloat16, torch.cuda.mem_get_info(model.device)[1])
         super().__init__(model, NoTokenizer(), max_rows, keep_bytes=keep)
-        self._ends.fill_(-1)
+        self.ends.fill_(-1)
         self.lengths = lengths
 
     def limit(self, prompt: Prompt, sample: int, sampling: Sampling) -> int:

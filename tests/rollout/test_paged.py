@@ -7,6 +7,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 from eepo import compiled
 from eepo.compiled import decoder_layers
 from eepo.rollout import embedded, packed, paged
+from eepo.rollout.buffers import _sizes
 from eepo.rollout.embedded import embedded_engine
 from eepo.rollout.paged import PagedEngine
 from eepo.rollout.slots import PAGE, Slots
@@ -185,7 +187,7 @@ def test_where_that_was_not_enough_the_next_call_takes_all_again(
 ) -> None:
     """Rows that are longer than those of the first call, of which there were fewer, too."""
     ours, theirs = both(ending("llama"), tokenizer)
-    for ends in (ours._ends, theirs._eos):
+    for ends in (ours.ends, theirs._eos):
         ends.fill_(-1)  # none ends by itself
     long = replace(SAMPLING, max_new_tokens=5 * PAGE)
     ours.generate(prompts[4:5], 2, replace(SAMPLING, max_new_tokens=4))
@@ -283,6 +285,17 @@ def test_a_family_that_cannot_says_why_and_is_left_as_it_was(
         assert reason in PagedEngine(model, tokenizer).unusable()
         assert model.config._attn_implementation == usual
         assert torch.equal(model(input_ids=ids).logits, before)
+
+
+@pytest.mark.parametrize("num_slots", [1, 8, 40, 100, 1024, 2000])
+def test_graphs_of_more_sizes_where_they_stay(num_slots: int) -> None:
+    few, many = (_sizes(num_slots, kept) for kept in (False, True))
+    assert set(few) <= set(many)
+    for sizes in (few, many):
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] == num_slots
+    for sizes, most in ((few, 2), (many, 1.5)):
+        assert all(high <= most * low for low, high in pairwise(sizes) if low >= 64)
 
 
 def test_a_capture_is_warmed_up_once_for_its_sizes(
@@ -398,7 +411,7 @@ def test_memory_for_not_even_one_completion_is_told_in_a_line(
         tried.append(num_pages)
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(paged, "_Buffers", full)
+    monkeypatch.setattr(paged, "Buffers", full)
     with pytest.raises(UserError, match="max_new_tokens = 200 fits"):
         PagedEngine(new_model("qwen2"), tokenizer).generate(prompts, 4, Sampling(1.0, 200))
     assert tried == sorted(tried, reverse=True)

@@ -9,7 +9,7 @@ is the reference, and runs where this one cannot (`embedded.py`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -18,17 +18,15 @@ from torch import Tensor
 
 from eepo import kernels
 from eepo.attention import NAME, strays
-from eepo.head import Head
-from eepo.kernels.rows import Outputs, RowState
+from eepo.rollout.buffers import Buffers
 from eepo.rollout.pages import PagedCache, Prefill, send_numbers
 from eepo.rollout.randomness import row_key
-from eepo.rollout.slots import PAGE, SCRATCH, Prefix, Row, Slots, pages_needed
+from eepo.rollout.slots import AHEAD, PAGE, SCRATCH, Prefix, Row, Slots, pages_needed
 from eepo.rollout.transformers import TransformersEngine
 from eepo.types import Completion, Prompt, Sampling, UserError
 
 log = logging.getLogger(__name__)
 
-AHEAD = 4  # decode steps queued at a time
 PREFILL_TOKENS = 16384  # at a time
 KEEP_SHARE = 0.1  # of the card, if nobody says otherwise: the largest cache that stays, with its graphs, after a call
 SPARE = 1.3  # times the pages that a slot has held on average, at most, in the calls so far: what the next ones get
@@ -46,9 +44,9 @@ class PagedEngine(TransformersEngine):
         self.graphs = self.device.type == "cuda"
         self.keep_bytes = int(KEEP_SHARE * _card_bytes(self.device)) if keep_bytes is None else keep_bytes
         self.cache = PagedCache(model)
-        self._ends = _power_of_two(self._eos.tolist(), self.device)
-        self._buffers: _Buffers | None = None
-        self._warm: set[tuple[int, ...]] = set()  # sizes whose kernels are loaded
+        self.ends = _power_of_two(self._eos.tolist(), self.device)
+        self._buffers: Buffers | None = None
+        self.warm: set[tuple[int, ...]] = set()  # sizes whose kernels are loaded
         self._short = False  # of memory for all pages that might be wanted
         self._per_slot = 0.0  # pages at most, in the calls so far; 0: not known, or it was not enough
 
@@ -104,7 +102,7 @@ class PagedEngine(TransformersEngine):
         completions = buffers.completions(len(rows), self.tokenizer)
         return [completions[start : start + num_samples] for start in range(0, len(rows), num_samples)]
 
-    def _room_for(self, prompt_lengths: list[int], num_samples: int, max_new_tokens: int) -> _Buffers:
+    def _room_for(self, prompt_lengths: list[int], num_samples: int, max_new_tokens: int) -> Buffers:
         """What the last call left, if it is large enough; else a larger one, as far as memory goes.
 
         Room for all rows at their longest is seldom used: from the second call on, what calls have held is the measure.
@@ -123,7 +121,7 @@ class PagedEngine(TransformersEngine):
         pages = max(least, min(wanted, int(_free_bytes(self.device) * MEMORY_SHARE) // self.cache.page_bytes))
         while self._buffers is None:
             try:
-                self._buffers = _Buffers(self, pages, *sizes)
+                self._buffers = Buffers(self, pages, *sizes)
             except torch.cuda.OutOfMemoryError as error:
                 if pages == least:
                     raise UserError(
@@ -143,120 +141,12 @@ class PagedEngine(TransformersEngine):
             torch.cuda.empty_cache()
 
 
-class _Buffers:
-    """All that decode steps read and write, at fixed addresses, and the graphs that know these."""
-
-    def __init__(
-        self, engine: PagedEngine, num_pages: int, num_slots: int, longest: int, num_lines: int, max_new_tokens: int
-    ) -> None:
-        self.engine, self.num_slots, self.num_pages = engine, num_slots, num_pages
-        device = engine.device
-        self.state = RowState.of(num_slots, device)
-        self.outputs = Outputs(
-            tokens=torch.zeros(num_lines, max_new_tokens, dtype=torch.int32, device=device),
-            logprobs=torch.zeros(num_lines, max_new_tokens, device=device),
-            entropies=torch.zeros(num_lines, max_new_tokens, device=device),
-            lengths=torch.zeros(num_lines, dtype=torch.int32, device=device),
-            finished=torch.zeros(num_lines, dtype=torch.int32, device=device),
-        )
-        width = -(-(longest + AHEAD) // PAGE) + 1
-        self.tables = torch.full((num_slots, width), SCRATCH, dtype=torch.int32, device=device)
-        self.every = torch.arange(num_slots, device=device)
-        self.inverse_temperature = torch.zeros(1, device=device)
-        engine.cache.make(num_pages, self.tables, self.state.positions)
-        self.num_bytes = num_pages * engine.cache.page_bytes
-        self.sizes = _sizes(num_slots)
-        self._graphs: dict[int, Any] = {}
-        self._memory: Any = None
-
-    def hold(self, num_slots: int, longest: int, num_lines: int, max_new_tokens: int) -> bool:
-        """Whether a call of these sizes finds room; pages are another matter."""
-        lines, tokens = self.outputs.tokens.shape
-        wide = self.tables.shape[1] * PAGE >= longest + AHEAD + PAGE
-        return wide and self.num_slots >= num_slots and lines >= num_lines and tokens >= max_new_tokens
-
-    def reset(self, inverse_temperature: float) -> None:
-        self.inverse_temperature.fill_(inverse_temperature)
-        self.clear(range(self.num_slots))
-
-    def clear(self, slots: Iterable[int]) -> None:
-        """Slots without a row write to the scratch page, and draw nothing."""
-        index = send_numbers(list(slots), self.every.device)
-        for one in (self.state.live, self.state.positions, self.tables):
-            one.index_fill_(0, index, 0)
-
-    def step(self, num_rows: int) -> None:
-        """One token more for the live ones of the lowest slots, in a graph of the next larger size."""
-        size = next(size for size in self.sizes if size >= num_rows)
-        if self.engine.graphs and size not in self._graphs:
-            self._capture(size)
-        if self.engine.graphs:
-            self._graphs[size].replay()
-        else:
-            self._step(size)
-
-    def _step(self, size: int) -> None:
-        hidden = self.engine.cache.decode(self.state.tokens[:size], self.state.positions[:size])
-        self.draw(hidden, self.every[:size], self.every[:size])
-
-    def draw(self, hidden: Tensor, sources: Tensor, slots: Tensor) -> None:
-        draw = kernels.chosen("draw", hidden.device)
-        logits = Head.of(self.engine.model).logits(hidden)
-        draw(logits, sources, slots, self.inverse_temperature, self.engine._ends, self.state, self.outputs)
-
-    def _capture(self, size: int) -> None:
-        """With no row live: nothing is drawn, and keys and values that a step writes are those that are there.
-
-        Kernels are loaded when sizes are first asked for, which must not be within a capture: a step comes first,
-        unless one of these sizes ran before; and then, too, if the capture fails.
-        """
-        live = self.state.live.clone()
-        self.state.live.zero_()
-        sizes = size, self.num_pages, self.tables.shape[1], self.outputs.tokens.shape[1]
-        problem = self._captured(size) if sizes in self.engine._warm else "not tried"
-        if problem:
-            self._step(size)
-            self.engine._warm.add(sizes)
-            problem = self._captured(size)
-        if problem:
-            log.warning("sampling without CUDA graphs: %s", problem)
-            self.engine.graphs = False
-        self.state.live.copy_(live)
-
-    def _captured(self, size: int) -> str:
-        """Why not, in a line; nothing if it was."""
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, pool=self._memory):
-                self._step(size)
-        except RuntimeError as error:
-            return (str(error).strip() or type(error).__name__).splitlines()[0]
-        self._graphs[size], self._memory = graph, self._memory or graph.pool()
-        return ""
-
-    def completions(self, num_lines: int, tokenizer: Any) -> list[Completion]:
-        """Only tokens that exist leave the card, in three pieces."""
-        out = self.outputs
-        lengths = out.lengths[:num_lines].tolist()
-        exist = torch.arange(max(lengths), device=out.lengths.device) < out.lengths[:num_lines, None]
-        columns = [
-            list(_cut(matrix[:num_lines, : max(lengths)][exist].tolist(), lengths))
-            for matrix in (out.tokens, out.logprobs, out.entropies)
-        ]
-        texts = tokenizer.batch_decode([list(ids) for ids in columns[0]], skip_special_tokens=True)
-        finished = out.finished[:num_lines].tolist()
-        return [
-            Completion(token_ids=tokens, logprobs=logprobs, text=text, finished=bool(done), entropies=entropies)
-            for tokens, logprobs, entropies, text, done in zip(*columns, texts, finished, strict=True)
-        ]
-
-
 @dataclass
 class _Run:
     """One call: rows in, rows out, until none is left."""
 
     engine: PagedEngine
-    buffers: _Buffers
+    buffers: Buffers
     slots: Slots
     prompts: Sequence[Prompt]
     keys: Tensor  # [lines]
@@ -371,19 +261,6 @@ class _Sight:
             self.there.synchronize()
         live = self.live.tolist()
         return [row for row, slot in self.rows if not live[slot] and row.slot >= 0]
-
-
-def _sizes(num_slots: int) -> list[int]:
-    """Of the graphs: finer where rows are many, as that is where padding rows would cost."""
-    sizes = [size for size in (8, 16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 896) if size < num_slots]
-    return [*sizes, *range(1024, num_slots, 256), num_slots]
-
-
-def _cut(values: list[Any], lengths: list[int]) -> Iterator[tuple[Any, ...]]:
-    start = 0
-    for length in lengths:
-        yield tuple(values[start : start + length])
-        start += length
 
 
 def _power_of_two(ends: list[int], device: torch.device) -> Tensor:

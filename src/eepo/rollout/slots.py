@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 PAGE = 64  # tokens
+AHEAD = 4  # decode steps queued at a time
 SCRATCH = 0  # the page that slots without a row write to
 
 
