@@ -20,7 +20,7 @@ from eepo.config import RunConfig, WarmupConfig
 from eepo.progress import Progress
 from eepo.runlog import EVALUATIONS, METRICS, read_lines
 from eepo.types import UserError
-from eepo.warmup import learning_rate
+from eepo.warmup import Warmup, learning_rate
 
 TINY: dict[str, Any] = {
     "name": "warm",
@@ -108,6 +108,25 @@ def test_resuming_is_never_having_stopped(step: int, whole: tuple[Path, dict[int
 def test_resuming_a_finished_warm_start_changes_nothing(whole: tuple[Path, dict[int, Path]], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(whole[0], tmp_path / "run"))
     assert_same_run(run(tiny(), folder, resume=True), whole[0])
+
+
+@pytest.mark.parametrize("every", [0, 5])
+def test_a_warm_start_stopped_while_it_is_evaluated_has_lost_nothing(
+    every: int, whole: tuple[Path, dict[int, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, folder = tiny(supervised={"checkpoint_every": every}), tmp_path / "run"
+
+    def stop(warmup: Warmup) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Warmup, "_evaluate", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(config, folder)
+    steps: list[int] = []
+    monkeypatch.setattr(Warmup, "_one_step", lambda warmup, pairs: steps.append(warmup.step))
+    assert_same_run(run(config, folder, resume=True), whole[0])
+    assert not steps
 
 
 def test_resuming_with_a_changed_knob_is_refused_by_its_name(

@@ -245,7 +245,7 @@ class SupervisedConfig:
     max_grad_norm: float = knob(1.0, above=0)
     seed: int = knob(0, least=0)
     num_workers: int = knob(0, least=0)  # processes that draw demonstrations
-    checkpoint_every: int = knob(500, least=0)
+    checkpoint_every: int = knob(500, least=0)  # 0: only at the end
     save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the final weights
 
 

@@ -55,7 +55,8 @@ class Warmup:
                 row = self._one_step(pairs)
                 self.log.append(METRICS, row)
                 bar.advance(note=f"loss {row['loss']:.4f}")
-                if settings.checkpoint_every and self.step % settings.checkpoint_every == 0:
+                last = self.step == settings.num_steps  # evaluating may take long, and be interrupted
+                if last or (settings.checkpoint_every and self.step % settings.checkpoint_every == 0):
                     checkpoint.save(self.checkpoints, self.step, self.policy.model, self.tokenizer, self.optimizer, {})
                     checkpoint.prune(self.checkpoints, keep=1)
         final = self.log.folder / "final"

@@ -68,6 +68,16 @@ def test_what_verl_cannot_do_is_refused(name: str, change: str, said: str) -> No
         list(overrides(recipe.load_run(name, [change])))
 
 
+def test_weights_of_advantages_are_exported() -> None:
+    knobs = ["algorithm.failure_weight=0.5", "algorithm.rare_weight=0.25", "algorithm.later_advantages=positive"]
+    one, two = (dict(overrides(recipe.load_run(f"paper/qwen2.5-3b+{name}", knobs))) for name in ("grpo", "eepo"))
+    assert one["eepo.failure_weight"] == two["eepo.failure_weight"] == 0.5
+    assert one["eepo.rare_weight"] == two["eepo.rare_weight"] == 0.25
+    assert two["eepo.later_advantages"] == "positive"
+    with pytest.raises(UserError, match=r'later_advantages = "positive" .* allowed: "all"'):  # no stages in verl then
+        list(overrides(recipe.load_run("paper/qwen2.5-3b+eepo", [*knobs, "algorithm.gate=never"])))
+
+
 def test_our_graders_as_verls_reward_function() -> None:
     assert math("", r"So it is \boxed{\frac{1}{2}}.", "0.5") == {"score": 1.0, "acc": 1.0}
     assert math("", r"So it is \boxed{3}.", "0.5", {"index": 1}, num_turns=1)["score"] == 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from eepo.adapters.verl.options import default_section, read_options
+from eepo.adapters.verl.options import default_section, read_options, weighs
 from eepo.config import AlgorithmConfig
 from eepo.types import UserError
 
@@ -88,6 +88,18 @@ def test_what_cannot_work_is_refused_in_one_line(key: str, value: Any, said: str
         read_options(changed(**{key: value}))
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_weights_of_advantages_ask_for_what_they_need_and_no_more() -> None:
+    grpo = {"eepo__num_stages": 1, "algorithm__adv_estimator": "grpo"}
+    silent = {"actor_rollout_ref__rollout__calculate_log_probs": False}
+    assert read_options(changed(**grpo, **silent, eepo__failure_weight=0.5)).failure_weight == 0.5
+    with pytest.raises(UserError, match=r"calculate_log_probs = False must be True: eepo\.rare_weight"):
+        read_options(changed(**grpo, **silent, eepo__rare_weight=0.5))
+    elsewhere = changed(**grpo, eepo__failure_weight=0.5, trainer__v1__trainer_mode="colocate_async")
+    with pytest.raises(UserError, match="trainer_mode = colocate_async must be sync: advantages"):
+        read_options(elsewhere)
+    assert not weighs(read_options(changed(eepo={"num_stages": 1, "later_advantages": "positive"})))
 
 
 def test_rewards_of_a_model_come_too_late_for_forgetting_rewarded_completions() -> None:

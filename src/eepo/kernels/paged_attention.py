@@ -179,6 +179,8 @@ def _arrivals(device: torch.device) -> Tensor:
     Kept for good, since CUDA graphs know its address. Calls on one device follow each other on one stream, so one is
     enough. The first call must not be within a capture, which would only note that zeros are to be written.
     """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("attention's counters do not exist yet")
     return torch.zeros(MOST_JOINS, dtype=torch.int32, device=device)
 
 

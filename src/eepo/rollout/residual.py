@@ -29,7 +29,8 @@ def add_in_products(graph: Graph) -> None:
     for total in [node for node in graph.nodes if node.target is aten.add.Tensor and not node.kwargs]:
         for residual, product in (total.args, total.args[::-1]):
             factors = _factors_of(product)
-            if factors and _alike(residual, product) and _last_read(residual, total, order):
+            own = factors and residual not in factors  # a product cannot be added to what it is still read from
+            if own and _alike(residual, product) and _last_read(residual, total, order):
                 _put_in(graph, total, residual, *factors)
                 break
     graph.eliminate_dead_code()

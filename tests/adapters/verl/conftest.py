@@ -47,10 +47,16 @@ def eepo(model: Path, stage_1_entropies: tuple[float, float], tmp_path_factory: 
 
 @pytest.fixture(scope="session")
 def resumed(model: Path, eepo: VerlRun, tmp_path_factory: pytest.TempPathFactory) -> VerlRun:
-    """From the checkpoint after step 1, with a token gate, as many stages as completions, and weighed advantages."""
+    """From the checkpoint after step 1, with a token gate, four stages, and weighed advantages."""
     folder = tmp_path_factory.mktemp("resumed")
     shutil.copytree(eepo.folder / "checkpoints/global_step_1", folder / "checkpoints/global_step_1")
     (folder / "checkpoints/latest_checkpointed_iteration.txt").write_text("1")
-    knobs = ["eepo.num_stages=4", "eepo.gate=token", "eepo.gate_threshold=4.2", "eepo.gate_window=2"]
+    knobs = [
+        "actor_rollout_ref.rollout.n=8",
+        "eepo.num_stages=4",
+        "eepo.gate=token",
+        "eepo.gate_threshold=4.2",
+        "eepo.gate_window=2",
+    ]
     weights = ["eepo.later_advantages=positive", "eepo.failure_weight=0.25", "eepo.rare_weight=0.5"]
     return run_verl("eepo.adapters.verl", model, folder, [*knobs, *weights, "eepo.unlearn_lr=1", "eepo.debug=true"])

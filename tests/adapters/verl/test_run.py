@@ -9,14 +9,14 @@ pytest.importorskip("verl", reason="verl has an environment of its own: make tes
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
 from tiny import compute_score
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from verl_runs import GROUP, VerlRun, entropy, stage_rows
+from verl_runs import GROUP, VerlRun, entropy
 
 from eepo.adapters.verl.stages import row_weights
 from eepo.config import AlgorithmConfig
@@ -95,11 +95,11 @@ def test_theta_prime_is_theta_minus_the_gradient_of_stage_1(model: Path, eepo: V
 
 
 def test_the_token_gate_and_every_stage_so_far(model: Path, resumed: VerlRun) -> None:
-    """Four stages of one completion: each later θ′ forgets all rows before it, and starts from the same θ."""
+    """Four stages of two completions: each later θ′ forgets all rows before it, and starts from the same θ."""
     rows: Rows = []
     for push in (1, 2, 3):
         rows += resumed.completions(push)
-        assert len(rows) == 3 * push
+        assert len(rows) == 6 * push
         assert_unlearned(model, resumed.weights(1), resumed.weights(push + 1), rows, threshold=4.2, window=2)
     assert 0.1 < resumed.metrics()[2]["eepo/gate_share"] < 0.9
 
@@ -134,47 +134,67 @@ def test_groups_are_whole_and_every_row_knows_its_stage(eepo: VerlRun, step: int
     assert [sorted(found) for found in stages.values()] == [[1, 1, 2, 2]] * 3
 
 
-def advantages(model: Path, run: VerlRun, pushes: range) -> list[tuple[int, float, float]]:
-    """Of each completion: its push, its advantage over the whole group, and what the policy loss was handed."""
+class Trained(NamedTuple):
+    """A completion, and what the policy loss was handed of it."""
+
+    prompt: tuple[int, ...]
+    push: int
+    likely: float  # mean log-probability under the weights that sampled
+    plain: float  # advantage over the whole group
+    handed: float
+
+
+def trained(model: Path, run: VerlRun, pushes: range) -> list[Trained]:
     tokenizer = AutoTokenizer.from_pretrained(model)
     handed = {tuple(row["denominators"]): row["advantages"][0] for row in run.loss_rows()}
     by_prompt: dict[tuple[int, ...], list[tuple[int, dict[str, Any]]]] = {}
     for push in pushes:
         for row in run.completions(push):
             by_prompt.setdefault(tuple(row["prompt"]), []).append((push, row))
-    found: list[tuple[int, float, float]] = []
-    for rows in by_prompt.values():
+    found: list[Trained] = []
+    for prompt, rows in by_prompt.items():
         texts = [tokenizer.decode(row["ids"], skip_special_tokens=True) for _, row in rows]
         rewards = torch.tensor([compute_score("", text, "") for text in texts])
-        assert len(rewards) == GROUP
         plain = ((rewards - rewards.mean()) / (rewards.std() + 1e-6)).tolist()
-        ours = [handed[tuple(torch.tensor(row["logprobs"], dtype=torch.float32).tolist())] for _, row in rows]
-        found += zip((push for push, _ in rows), plain, ours, strict=True)
+        for (push, row), advantage in zip(rows, plain, strict=True):
+            key = tuple(torch.tensor(row["logprobs"], dtype=torch.float32).tolist())
+            found.append(Trained(prompt, push, sum(row["logprobs"]) / len(key), advantage, handed[key]))
     return found
 
 
 def test_advantages_are_over_the_whole_group(model: Path, eepo: VerlRun) -> None:
-    for _, plain, ours in advantages(model, eepo, range(2, 4)):
-        assert ours == pytest.approx(plain, abs=1e-4)
+    rows = trained(model, eepo, range(2, 4))
+    assert Counter(row.prompt for row in rows).most_common()[0][1] == GROUP
+    assert [row.handed for row in rows] == pytest.approx([row.plain for row in rows], abs=1e-4)
 
 
-def test_failures_count_less_and_later_ones_not_at_all_if_so_asked(model: Path, resumed: VerlRun) -> None:
-    found = advantages(model, resumed, range(1, 5))
-    assert min(plain for push, plain, _ in found if push == 1) < -0.1
-    assert min(plain for push, plain, _ in found if push > 1) < -0.1
-    for push, plain, ours in found:
-        weight = 1.0 if plain > 0 else 0.25 if push == 1 else 0.0
-        assert ours == pytest.approx(weight * plain, abs=1e-4)
+def test_advantages_are_weighed_if_so_asked(model: Path, resumed: VerlRun) -> None:
+    """Failures a quarter in stage 1 and nothing later; of two successes in a stage the unlikelier three times."""
+    rows = trained(model, resumed, range(1, 5))
+    pairs: dict[tuple[tuple[int, ...], int], list[Trained]] = {}
+    for row in rows:
+        pairs.setdefault((row.prompt, row.push), []).append(row)
+    seen: Counter[float] = Counter()
+    for (_, push), pair in pairs.items():
+        both = all(row.plain > 0 for row in pair)
+        for row, other in zip(pair, pair[::-1], strict=True):
+            weight = (0.5 if row.likely > other.likely else 1.5) if both else 1.0
+            if row.plain < 0:
+                weight = 0.25 if push == 1 else 0.0
+            seen[weight] += abs(row.plain) > 0.1
+            assert row.handed == pytest.approx(weight * row.plain, abs=1e-4)
+    assert min(seen[weight] for weight in (0.0, 0.25, 0.5, 1.5)) > 0
 
 
-def test_rare_successes_weigh_more_within_a_prompts_stage() -> None:
+def test_rows_of_a_session_weigh_the_same_within_a_prompts_stage() -> None:
     keys = ["a-1_0_0", "a-1_1_0", "a-1_2_0", "a-2_0_0", "a-1_0_1", "b-1_0_0", "pad_0_0"]
-    signs = [1.0, 1.0, -1.0, 1.0, 1.0, 1.0, 0.0]
-    logprobs = [-1.0, -2.5, -9.0, -7.0, -2.0, -3.0, 0.0]  # a's session 0 has two rows: -1.5, the likelier
-    weights = row_weights(keys, signs, logprobs, AlgorithmConfig(rare_weight=0.5, failure_weight=0.75), staged=True)
+    signs = [0.0, 1.0, -1.0, 1.0, 1.0, 1.0, 0.0]  # a's session 0 has two rows, the first of them without an answer
+    likely = [(-1.0, 1.0), (-5.0, 2.0), (-9.0, 1.0), (-7.0, 1.0), (-6.0, 3.0), (-3.0, 1.0), (0.0, 0.0)]
+    weights = row_weights(keys, signs, likely, AlgorithmConfig(rare_weight=0.5, failure_weight=0.75), staged=True)
     assert weights == [0.5, 1.5, 0.75, 1.0, 0.5, 1.0, 1.0]
     plain = ["0f-3e_0_0", "0f-3e_1_0"]  # without stages, verl's own uids
-    assert row_weights(plain, [1.0, 1.0], [-2.0, -1.0], AlgorithmConfig(rare_weight=1.0), staged=False) == [2.0, 0.0]
+    likely = [(-2.0, 1.0), (-1.0, 1.0)]
+    assert row_weights(plain, [1.0, 1.0], likely, AlgorithmConfig(rare_weight=1.0), staged=False) == [2.0, 0.0]
 
 
 def test_each_stage_has_metrics(eepo: VerlRun) -> None:
@@ -201,6 +221,6 @@ def test_the_gates_history_is_in_the_checkpoint(
 def test_a_resumed_run_goes_on_from_the_same_theta(eepo: VerlRun, resumed: VerlRun) -> None:
     assert same_weights(eepo.weights(2), resumed.weights(1))
     assert not same_weights(eepo.weights(2), eepo.weights(3))
-    firsts = {str(row["ids"]) for row in stage_rows(eepo.completions(2), 0, 1)}
-    assert {str(row["ids"]) for row in resumed.completions(1)} == firsts
+    drawn = [{str(row["ids"]) for row in run.completions(push)} for run, push in ((eepo, 2), (resumed, 1))]
+    assert drawn[0] == drawn[1]  # of stage 1, two of each prompt
     assert list(resumed.metrics()) == [2]

@@ -59,12 +59,15 @@ def read_options(config: Mapping[str, Any]) -> AlgorithmConfig:
             )
     if weighs(options):
         _check(config, WEIGHED)
+    if options.rare_weight > 0:
+        _check(config, RANKED)
     return options
 
 
 def weighs(options: AlgorithmConfig) -> bool:
     """Whether advantages do not stay as verl computes them."""
-    return (options.later_advantages, options.failure_weight, options.rare_weight) != ("all", 1, 0)
+    later = options.num_stages > 1 and options.later_advantages != "all"
+    return later or options.failure_weight != 1 or options.rare_weight != 0
 
 
 def check_host(config: Mapping[str, Any], options: AlgorithmConfig) -> None:
@@ -82,7 +85,11 @@ def check_host(config: Mapping[str, Any], options: AlgorithmConfig) -> None:
 # key, what it may be (None: absent), why. Lines end in the reason, so that nobody has to look it up.
 Requirements = tuple[tuple[str, tuple[Any, ...], str], ...]
 WEIGHED: Requirements = (
+    ("trainer.use_v1", (True,), "advantages are weighed in verl's V1 trainer"),
+    ("trainer.v1.trainer_mode", ("sync",), "advantages are weighed in the synchronous trainer"),
     ("algorithm.adv_estimator", ("grpo",), "eepo's weights are for one advantage of a whole completion"),
+)
+RANKED: Requirements = (
     ("actor_rollout_ref.rollout.calculate_log_probs", (True,), "eepo.rare_weight ranks completions by them"),
 )
 REQUIRED: Requirements = (

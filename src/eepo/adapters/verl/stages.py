@@ -74,20 +74,23 @@ def weigh_advantages(batch: KVBatchMeta, options: AlgorithmConfig, staged: bool)
     fields = ["advantages", *(["rollout_log_probs", "response_mask"] if options.rare_weight else [])]
     data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
     advantages = data["advantages"].unbind()  # ragged rows: [tokens] each, one value and zeros
-    logprobs = [0.0] * len(advantages)
+    likely = [(0.0, 0.0)] * len(advantages)
     if options.rare_weight:
         rows = zip(data["rollout_log_probs"].unbind(), data["response_mask"].unbind(), strict=True)
-        logprobs = [float((row * mask).sum() / mask.sum().clamp(min=1)) for row, mask in rows]
-    weights = row_weights(batch.keys, [float(row.sum()) for row in advantages], logprobs, options, staged)
+        likely = [(float((row * mask).sum()), float(mask.sum())) for row, mask in rows]
+    weights = row_weights(batch.keys, [float(row.sum()) for row in advantages], likely, options, staged)
     weighed = [row * weight for row, weight in zip(advantages, weights, strict=True)]
     nested = {"advantages": torch.nested.as_nested_tensor(weighed, layout=torch.jagged)}
     tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict(nested, len(weighed)))
 
 
 def row_weights(
-    keys: list[str], signs: list[float], logprobs: list[float], options: AlgorithmConfig, staged: bool
+    keys: list[str], signs: list[float], likely: list[tuple[float, float]], options: AlgorithmConfig, staged: bool
 ) -> list[float]:
-    """Rows of one session are one completion, and a uid is one prompt's in one stage. Padding weighs 1."""
+    """Rows of one session are one completion, and a uid is one prompt's in one stage. Padding weighs 1.
+
+    Of each row: something of its advantage's sign; the sum of its log-probabilities, and over how many tokens.
+    """
     uids: dict[str, dict[str, list[int]]] = {}
     for row, key in enumerate(keys):
         if not key.startswith("pad"):
@@ -95,11 +98,11 @@ def row_weights(
             uids.setdefault(uid, {}).setdefault(session, []).append(row)
     weights = [1.0] * len(keys)
     for sessions in uids.values():
-        firsts = [rows[0] for rows in sessions.values()]
-        likely = [sum(logprobs[row] for row in rows) / len(rows) for rows in sessions.values()]
-        stage = stage_of(keys[firsts[0]]) if staged else 1
-        advantages = torch.tensor([signs[row] for row in firsts])
-        found = advantage_weights(advantages, torch.tensor(likely), torch.tensor(stage), options).tolist()
+        advantages = torch.tensor([max((signs[row] for row in rows), key=abs) for rows in sessions.values()])
+        sums = [[sum(part) for part in zip(*(likely[row] for row in rows), strict=True)] for rows in sessions.values()]
+        logprobs = torch.tensor([total / max(count, 1) for total, count in sums])
+        stage = stage_of(keys[next(iter(sessions.values()))[0]]) if staged else 1
+        found = advantage_weights(advantages, logprobs, torch.tensor(stage), options).tolist()
         for rows, weight in zip(sessions.values(), found, strict=True):
             for row in rows:
                 weights[row] = weight
