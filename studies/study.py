@@ -12,8 +12,8 @@ of a method). A method also has the knobs of those in its `base`, tuned: tune th
 `every_value` is not tuned but reported with each of its values: what the knob trades, a line in a figure. Tables
 compare with the first method, or, at the same value, with the one that is named in `against`; paired by seed, with 95 %
 intervals.
-Every finished run becomes one line of OUT/tune.jsonl or OUT/report.jsonl; the same command goes on where it stopped,
-from the lines alone if the runs are gone.
+Every finished run becomes one line of OUT/tune.jsonl or OUT/report.jsonl, and its weights are deleted; the same command
+goes on where it stopped, from the lines alone if the runs are gone.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ MEASURES = ("mean", "greedy", "pass@8", "pass@32", "distinct")
 KEPT = ("step", "entropy", "reward", "stage1/entropy", "stage2/entropy", "stage1/reward", "stage2/reward",
         "stage1/length", "stage2/length", "unlearn/kl", "unlearn/lr", "gate_share", "seconds/total")  # fmt: skip
 MOST_ROWS = 30  # of a run's metrics
+WEIGHTS = "final", "checkpoints"  # folders of a run
 TOLD = {"entropy": "entropy", "stage1/entropy": "of stage 1", "stage2/entropy": "of stage 2", "reward": "reward",
         "stage1/reward": "of stage 1", "stage2/reward": "of stage 2", "unlearn/kl": "KL", "unlearn/lr": "η",
         "gate_share": "gated", "seconds": "seconds"}  # fmt: skip
@@ -179,10 +181,10 @@ def final(line: dict[str, Any], where: str, measure: str) -> float:
 
 
 def line_of(run: Run, folder: Path) -> dict[str, Any]:
-    """What a finished run says: its evaluations without their problems, and rows of its metrics, evenly spread."""
+    """What a finished run says: its evaluations without their problems, and its metrics in rows, each a mean."""
     metrics = list(read_lines(folder / METRICS))
     every = -(-len(metrics) // MOST_ROWS)
-    kept = [{name: _short(row[name]) for name in KEPT if name in row} for row in metrics[every - 1 :: every]]
+    kept = [_mean_row(metrics[first : first + every]) for first in range(0, len(metrics), every)]
     evaluations = [
         {name: _short(one) for name, one in row.items() if name != "problems"}
         for row in read_lines(folder / EVALUATIONS)
@@ -191,6 +193,13 @@ def line_of(run: Run, folder: Path) -> dict[str, Any]:
     seconds = sum(row["seconds/total"] for row in metrics)
     return {"regime": run.regime, "method": run.method, "value": run.value, "seed": run.seed,
             "seconds": round(seconds, 1), "evaluations": evaluations, "metrics": kept}  # fmt: skip
+
+
+def _mean_row(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Under the last one's step."""
+    found = {name: [row[name] for row in rows if row.get(name) is not None] for name in KEPT}
+    means = {name: _short(statistics.fmean(values)) for name, values in found.items() if values}
+    return means | {"step": rows[-1]["step"]}
 
 
 def _short(found: Any) -> Any:
@@ -225,6 +234,8 @@ def run(plan: Plan, phase: str, num_jobs: int, regimes: Sequence[str], methods: 
                     one = waiting[job.title]
                     knobs = {"knobs": plan.knobs(one.regime, one.method, one.value)}
                     file.write(json.dumps(line_of(one, job.log.parent) | knobs) + "\n")
+                for weights in WEIGHTS:  # hundreds of runs of a larger model would fill a disk
+                    shutil.rmtree(job.log.parent / weights, ignore_errors=True)
             bar.advance()
 
         threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_jobs))} | os.environ

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from eepo.runlog import read_lines
+from eepo.runlog import EVALUATIONS, METRICS, read_lines
 from eepo.types import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -199,7 +199,20 @@ def test_a_real_run_becomes_a_line_once(study: Any, tmp_path: Path) -> None:
     assert [row["step"] for row in found["metrics"]] == [1, 2]
     assert {row["set"] for row in found["evaluations"]} == {"in_range", "out_of_range"}
     assert "problems" not in found["evaluations"][0]
-    assert "weights:" in (tmp_path / "report/dense/grpo=as-is/seed-0/log.txt").read_text()
+    folder = tmp_path / "report/dense/grpo=as-is/seed-0"
+    assert "weights:" in (folder / "log.txt").read_text()
+    assert not list(folder.rglob("*.safetensors"))
+
+
+def test_rows_of_a_long_run_are_means(study: Any, tmp_path: Path) -> None:
+    rows = [{"step": step, "reward": float(step), "seconds/total": 1.0} for step in range(1, 62)]
+    rows[1]["unlearn/kl"] = 0.5  # not in every step
+    (tmp_path / METRICS).write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / EVALUATIONS).write_text("")
+    found = study.line_of(study.Run("dense", "grpo", "as-is", 0), tmp_path)["metrics"]
+    assert [row["step"] for row in found] == [*range(3, 61, 3), 61]
+    assert [row["reward"] for row in found] == [*range(2, 60, 3), 61]
+    assert [row.get("unlearn/kl") for row in found] == [0.5] + [None] * 20
 
 
 def test_a_run_that_fails_is_told_and_tried_again(study: Any, tmp_path: Path, capsys: Any) -> None:
