@@ -207,7 +207,7 @@ def test_a_real_run_becomes_a_line_once(study: Any, tmp_path: Path) -> None:
 def test_rows_of_a_long_run_are_means(study: Any, tmp_path: Path) -> None:
     rows = [{"step": step, "reward": float(step), "seconds/total": 1.0} for step in range(1, 62)]
     rows[1]["unlearn/kl"] = 0.5  # not in every step
-    (tmp_path / METRICS).write_text("\n".join(map(json.dumps, rows)))
+    write(tmp_path / METRICS, rows)
     (tmp_path / EVALUATIONS).write_text("")
     found = study.line_of(study.Run("dense", "grpo", "as-is", 0), tmp_path)["metrics"]
     assert [row["step"] for row in found] == [*range(3, 61, 3), 61]
