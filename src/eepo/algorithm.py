@@ -53,7 +53,7 @@ class EEPO:
             rollout.settle()
         parts = self.options.num_stages if self.options.advantage_baseline == "stage" else 1  # of a group
         advantages = torch.cat([group_advantages(part) for part in torch.tensor(rollout.rewards).chunk(parts, 1)], 1)
-        values, logprobs, stages = (
+        values, logprobs, stages = (  # weights beyond the paper: all one, unless a knob says otherwise
             torch.as_tensor(one).unflatten(-1, (self.options.num_stages, -1))
             for one in (advantages, rollout.mean_logprobs(), rollout.stages)
         )
