@@ -203,7 +203,6 @@ def _attention_microseconds(given: list[tuple[Tensor, ...]], way: tuple[int, ...
         from eepo.kernels import paged_attention as module
 
         module.PROGRAMS, module.MOST_SPLITS, module.WARPS, module.STAGES = way
-        module.LONE_STAGES = module.STAGES
     return microseconds([partial(attention, *one, 0.1) for one in given], device, lambda: None)
 
 

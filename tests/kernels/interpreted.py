@@ -304,14 +304,6 @@ def test_places_at_the_borders_of_pages_and_parts_that_are_empty(number: int, sp
     attended_by_both(2, 1, 16, [0, 1, 15, 16, 17, 32, 47, 64])
 
 
-def test_each_call_finds_the_counters_of_programs_as_the_first_did(splits: Any) -> None:
-    for number in (16, 2, 8, 2):
-        splits(number)
-        for heads, key_heads in ((2, 1), (6, 2)):
-            attended_by_both(heads, key_heads, 16, [40, 0, 17, 100])
-            assert not attention_module._arrivals(CPU).any()
-
-
 @pytest.mark.parametrize("number", [1, 4])
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 33, 100])
 def test_windows(window: int, number: int, splits: Any) -> None:
@@ -345,18 +337,11 @@ def test_parts_are_few_where_rows_are_many() -> None:
     assert [attention_module.num_splits(n) for n in (1, 16, 64, 128, 255, 256, 4096)] == [16, 16, 4, 2, 2, 1, 1]
 
 
-def test_no_more_rows_are_split_than_have_counters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_module, "PROGRAMS", 1 << 20)
-    assert [attention_module.num_splits(n) for n in (1, 4095, 4096)] == [16, 2, 1]
-    assert len(attention_module._arrivals(CPU)) == 4096
-
-
-def test_a_program_with_a_row_to_itself_reads_further_ahead_where_there_is_room() -> None:
-    """Of 64 tokens, in bf16: heads of 128 on cards with 227 and 99 KB for a program, of 64 and 256."""
+def test_a_program_reads_less_far_ahead_where_there_is_no_room() -> None:
+    """Of 64 tokens, in bf16: heads of 64, 128 and 256 on cards with 227 and 99 KB for a program."""
     stages, page = attention_module.num_stages, 2 * 2 * 64
-    assert [stages(splits, page * 128, 227 << 10) for splits in (1, 2, 16)] == [5, 3, 3]
-    assert [stages(1, page * size, 99 << 10) for size in (64, 128)] == [5, 3]
-    assert stages(1, page * 256, 227 << 10) == 3
+    assert [stages(page * size, 227 << 10) for size in (64, 128, 256)] == [5, 5, 3]
+    assert [stages(page * size, 99 << 10) for size in (64, 128)] == [5, 3]
 
 
 # --- the head

@@ -65,40 +65,6 @@ def test_draws_of_a_real_vocabulary(num_rows: int, temperature: float, dtype: to
     assert torch.equal(outputs.lengths[same], plain[1].lengths[same])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("splits", [1, 2, 4, 8, 16])
-def test_attention_of_programs_that_join_what_they_found(
-    splits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Call after call, and in a graph: whoever comes last joins in the same order, and finds what all have written."""
-    from eepo.kernels import paged_attention as module
-
-    monkeypatch.setattr(module, "num_splits", lambda num_programs: splits)
-    generator = torch.Generator(device=GPU).manual_seed(splits)
-
-    def some(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, device=GPU, generator=generator).to(dtype)
-
-    num_rows, width = 15, 33
-    tables = torch.randperm(num_rows * width, device=GPU, generator=generator).view(num_rows, width).int()
-    positions = torch.randint(0, 64 * width, (num_rows,), device=GPU, generator=generator)
-    positions[:3] = torch.tensor([0, 64, 64 * width - 1])
-    pages = [some(num_rows * width, 2, 64, 128) for _ in range(2)]
-    given = [(some(num_rows, 16, 128), some(num_rows, 2, 128), some(num_rows, 2, 128)) for _ in range(100)]
-    rest = *pages, tables, positions, 128**-0.5
-    expected = [reference.paged_attention(*one, *rest) for one in given]
-    got = [module.paged_attention(*one, *rest) for one in given]
-    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(torch.stack(got), torch.stack(expected), rtol=tolerance, atol=tolerance)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        again = [module.paged_attention(*one, *rest) for one in given]
-    for _ in range(3):
-        graph.replay()
-        assert torch.equal(torch.stack(again), torch.stack(got))
-    assert not module._arrivals(tables.device).any()
-
-
 class Wordless:
     eos_token_id = 1
 
@@ -106,11 +72,7 @@ class Wordless:
         return [""] * len(rows)
 
 
-@pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 0.9), (torch.bfloat16, 0.5)])
-def test_a_compiled_engine_with_packed_products_draws_what_the_plain_one_draws(
-    dtype: torch.dtype, share: float
-) -> None:
-    """And its decode step has four products in each layer, and the head's."""
+def peaked_model(dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=997, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
@@ -119,10 +81,18 @@ def test_a_compiled_engine_with_packed_products_draws_what_the_plain_one_draws(
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(GPU).eval()
     for weight in model.parameters():
         weight.data.mul_(5)  # far from uniform
+    return model
+
+
+PROMPTS = [Prompt(str(place), "", tuple(range(5, 9 + 30 * place))) for place in range(5)]
+
+
+def test_a_compiled_engine_with_packed_products_draws_what_the_plain_one_draws() -> None:
+    """And its decode step has four products in each layer, the head's, and one for the angles of positions."""
+    model = peaked_model(torch.float32)
     engine = PagedEngine(copy.deepcopy(model), Wordless())
     assert engine.unusable() == ""
     assert compile_packed(engine.model)
-    prompts = [Prompt(str(place), "", tuple(range(5, 9 + 30 * place))) for place in range(5)]
     sampling = Sampling(temperature=0.0, max_new_tokens=40)
     for factor in (1.0, 1.1):  # the second time from weights that are pushed
         with torch.no_grad():
@@ -130,10 +100,10 @@ def test_a_compiled_engine_with_packed_products_draws_what_the_plain_one_draws(
                 weight.mul_(factor)
         engine.load_weights(model.named_parameters())
         engine._forget_buffers()  # the second time graphs are captured again
-        got, expected = (one.generate(prompts, 2, sampling) for one in (engine, TransformersEngine(model, Wordless())))
+        got, expected = (one.generate(PROMPTS, 2, sampling) for one in (engine, TransformersEngine(model, Wordless())))
         pairs = [pair for ours, theirs in zip(got, expected, strict=True) for pair in zip(ours, theirs, strict=True)]
         same = [ours.token_ids == theirs.token_ids for ours, theirs in pairs]
-        assert sum(same) >= share * len(same)  # a tie, broken by rounding, changes all that follows
+        assert sum(same) >= 0.9 * len(same)  # a tie, broken by rounding, changes all that follows
         firsts = [ours.token_ids[:1] == theirs.token_ids[:1] for ours, theirs in pairs]
         assert sum(firsts) >= 0.9 * len(firsts)  # of the prefill
     assert engine.graphs
@@ -142,5 +112,29 @@ def test_a_compiled_engine_with_packed_products_draws_what_the_plain_one_draws(
     with torch.inference_mode(), torch.profiler.profile() as seen:
         buffers._step(8)
     counts = {event.key: event.count for event in seen.key_averages()}
-    assert counts.get("aten::mm", 0) + counts.get("aten::addmm", 0) == 3 * 3 + 1
+    assert counts.get("aten::mm", 0) + counts.get("aten::addmm", 0) == 3 * 3 + 2
     assert counts.get("aten::addmm_", 0) == 3  # which add to the residual
+
+
+def test_a_compiled_engine_rounds_no_worse_than_the_plain_one() -> None:
+    """In bf16 draws part at the first tie. Their log-probabilities are told from those of float32 weights."""
+    model = peaked_model(torch.bfloat16)
+    exact = copy.deepcopy(model).float()
+    engine = PagedEngine(copy.deepcopy(model), Wordless())
+    assert engine.unusable() == ""
+    assert compile_packed(engine.model)
+
+    @torch.inference_mode()
+    def error(sampler: Any) -> float:
+        errors = []
+        for prompt, group in zip(PROMPTS, sampler.generate(PROMPTS, 8, Sampling(max_new_tokens=40)), strict=True):
+            for one in group:
+                ids = torch.tensor([*prompt.token_ids, *one.token_ids], device=GPU)
+                logits = exact(ids[None]).logits[0, len(prompt.token_ids) - 1 : -1]
+                expected = logits.log_softmax(-1).gather(-1, ids[len(prompt.token_ids) :, None])[:, 0]
+                errors.append((torch.tensor(one.logprobs, device=GPU) - expected).abs())
+        return torch.cat(errors).mean().item()
+
+    ours, plain = error(engine), error(TransformersEngine(model, Wordless()))
+    assert 0 < plain < 0.5
+    assert ours < 1.3 * plain

@@ -1,13 +1,10 @@
 """Attention of one new token in each row over its own cached keys and values, which lie in pages.
 
 Only the pages of a row's live length are read. The new key and value enter the cache on the way. With few rows the
-pages of each are split among several programs, so that the whole card reads; the last of them to come to its end joins
-what all have found.
+pages of each are split among several programs, so that the whole card reads.
 """
 
 from __future__ import annotations
-
-from functools import cache
 
 import torch
 import triton
@@ -16,46 +13,18 @@ from torch import Tensor
 
 PROGRAMS = 256  # that keep a card busy: with fewer, rows are split
 MOST_SPLITS = 16  # of a row
-MOST_JOINS = 4096  # rows times key heads that may be split: each has a counter of its own
 WARPS = 4  # of a program
-STAGES, LONE_STAGES = 3, 5  # how far ahead it reads: one of several of a row, and one that has a row to itself
-
-
-@triton.jit
-def _join(
-    out, part_sums, part_tops, part_totals, first_line,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Of one row and key head, all parts in their order. They were written by others: so not out of a near cache."""
-    group = tl.arange(0, HEADS)
-    dims = tl.arange(0, PADDED)
-    own = (group < GROUP)[:, None] & (dims < SIZE)[None, :]
-    lines = first_line + group
-    parts = lines[:, None] * SPLITS + tl.arange(0, SPLITS)[None, :]  # [HEADS, SPLITS]
-    there = (group < GROUP)[:, None]
-    tops = tl.load(part_tops + parts, mask=there, other=0.0, cache_modifier=".cg")
-    totals = tl.load(part_totals + parts, mask=there, other=1.0, cache_modifier=".cg")
-    top = tl.max(tops, 1)
-    total = tl.sum(tl.exp(tops - top[:, None]) * totals, 1)
-    sums = tl.zeros([HEADS, PADDED], tl.float32)
-    for split in tl.static_range(SPLITS):  # unrolled, so that no load waits for another
-        part = lines * SPLITS + split
-        weights = tl.exp(tl.load(part_tops + part, mask=group < GROUP, other=0.0, cache_modifier=".cg") - top)
-        found = tl.load(part_sums + part[:, None] * SIZE + dims[None, :], mask=own, other=0.0, cache_modifier=".cg")
-        sums += found * weights[:, None]
-    result = (sums / total[:, None]).to(out.dtype.element_ty)
-    tl.store(out + lines[:, None] * SIZE + dims[None, :], result, mask=own)
+STAGES = 5  # how many pages ahead it reads
 
 
 @triton.jit
 def _decode_kernel(
     query, query_row, query_head, new_key, key_row, key_head, new_value, value_row, value_head,
     key_pages, value_pages, page_stride, tables, table_stride, positions,
-    out, part_sums, part_tops, part_totals, arrivals,
+    out, part_sums, part_tops, part_totals,
     scale, softcap, window,
-    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
-    PADDED: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
+    PAGE: tl.constexpr, SPLITS: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -122,12 +91,21 @@ def _decode_kernel(
         tl.store(part_tops + part, tops, mask=group < GROUP)
         tl.store(part_totals + part, totals, mask=group < GROUP)
         tl.store(part_sums + part[:, None] * SIZE + dims[None, :], sums, mask=own)
-        tl.debug_barrier()  # all of this program has written before it says so
-        arrival = arrivals + row * (NUM_HEADS // GROUP) + head
-        if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
-            _join(out, part_sums, part_tops, part_totals, row * NUM_HEADS + head * GROUP,
-                  GROUP, HEADS, SIZE, PADDED, SPLITS)  # fmt: skip
-            tl.store(arrival, 0)  # for the next call
+
+
+@triton.jit
+def _join_kernel(
+    out, part_sums, part_tops, part_totals, SIZE: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr
+):
+    line = tl.program_id(0)
+    dims = tl.arange(0, PADDED)
+    splits = line * SPLITS + tl.arange(0, SPLITS)
+    tops = tl.load(part_tops + splits)
+    weights = tl.exp(tops - tl.max(tops, 0))
+    total = tl.sum(weights * tl.load(part_totals + splits), 0)
+    parts = tl.load(part_sums + splits[:, None] * SIZE + dims[None, :], mask=(dims < SIZE)[None, :], other=0.0)
+    result = tl.sum(parts * weights[:, None], 0) / total
+    tl.store(out + line * SIZE + dims, result.to(out.dtype.element_ty), mask=dims < SIZE)
 
 
 def paged_attention(
@@ -154,42 +132,34 @@ def paged_attention(
     _decode_kernel[(num_rows, num_key_heads, splits)](
         query, query.stride(0), query.stride(1), key, key.stride(0), key.stride(1), value, value.stride(0),
         value.stride(1), key_pages, value_pages, key_pages.stride(0), tables, tables.stride(0), positions,
-        out, part_sums, part_tops, part_totals, _arrivals(query.device), scale, softcap, window,
-        NUM_HEADS=num_heads, GROUP=group, HEADS=triton.next_power_of_2(group),
-        ROWS=max(16, triton.next_power_of_2(group)), SIZE=size, PADDED=padded, PAGE=page, SPLITS=splits,
-        SOFTCAP=softcap > 0, WINDOW=window > 0, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        num_warps=WARPS,
-        num_stages=num_stages(splits, 2 * page * padded * key_pages.element_size(), _shared_bytes(query.device)),
+        out, part_sums, part_tops, part_totals, scale, softcap, window,
+        NUM_HEADS=num_heads, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), SIZE=size,
+        PADDED=padded, PAGE=page, SPLITS=splits, SOFTCAP=softcap > 0, WINDOW=window > 0,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_warps=WARPS,
+        num_stages=num_stages(2 * page * padded * key_pages.element_size(), _shared_bytes(query.device)),
     )  # fmt: skip
+    if splits > 1:
+        _join_kernel[(num_rows * num_heads,)](
+            out, part_sums, part_tops, part_totals, SIZE=size, PADDED=padded,
+            SPLITS=splits, num_warps=1,
+        )  # fmt: skip
     return out
 
 
 def num_splits(num_programs: int) -> int:
     """A power of two that gives the card enough programs."""
     splits = 1
-    while splits < MOST_SPLITS and num_programs * splits < min(PROGRAMS, MOST_JOINS):
+    while splits < MOST_SPLITS and num_programs * splits < PROGRAMS:
         splits *= 2
     return splits
 
 
-@cache
-def _arrivals(device: torch.device) -> Tensor:
-    """How many programs of a row and key head have written their part: 0 between calls, as the last one sets it back.
-
-    Kept for good, since CUDA graphs know its address. Calls on one device follow each other on one stream, so one is
-    enough. The first call must not be within a capture, which would only note that zeros are to be written.
-    """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("attention's counters do not exist yet")
-    return torch.zeros(MOST_JOINS, dtype=torch.int32, device=device)
-
-
-def num_stages(splits: int, page_bytes: int, shared_bytes: int) -> int:
-    """More where a program has a row to itself, if the card could hold as many pages of keys and values at once.
+def num_stages(page_bytes: int, shared_bytes: int) -> int:
+    """Fewer where the card could not hold as many pages of keys and values at once.
 
     Compilers hold fewer than that, but not all of them equally few.
     """
-    return LONE_STAGES if splits == 1 and LONE_STAGES * page_bytes <= shared_bytes else STAGES
+    return STAGES if STAGES * page_bytes <= shared_bytes else min(STAGES, 3)
 
 
 def _shared_bytes(device: torch.device) -> int:

@@ -65,7 +65,8 @@ def _last_read(residual: Node, total: Node, order: dict[Node, int]) -> bool:
 
 def _put_in(graph: Graph, total: Node, residual: Node, x: Node, weight: Node) -> None:
     with graph.inserting_before(total):
-        given: dict[str, Any] = {"residual": residual, "x": x, "weight": weight}
+        again = graph.node_copy(residual)  # with what is changed later torch fuses no reader; so they have their own
+        given: dict[str, Any] = {"residual": again, "x": x, "weight": weight}
         called = graph.call_function(
             torch.ops.higher_order.auto_functionalized, (torch.ops.eepo.add_product.default,), given
         )
