@@ -127,7 +127,7 @@ def test_a_compiled_engine_rounds_no_worse_than_the_plain_one() -> None:
     @torch.inference_mode()
     def error(sampler: Any) -> float:
         errors = []
-        for prompt, group in zip(PROMPTS, sampler.generate(PROMPTS, 8, Sampling(max_new_tokens=40)), strict=True):
+        for prompt, group in zip(PROMPTS, sampler.generate(PROMPTS, 8, Sampling(1.0, 40)), strict=True):
             for one in group:
                 ids = torch.tensor([*prompt.token_ids, *one.token_ids], device=GPU)
                 logits = exact(ids[None]).logits[0, len(prompt.token_ids) - 1 : -1]
