@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,6 +39,7 @@ from eepo.reports.figures import exploration_figure, pass_at_k_figure
 from eepo.reports.measures import full_evaluations, value
 from eepo.reports.pictures import image_bytes
 from eepo.runlog import EVALUATIONS, METRICS, read_lines
+from eepo.sweep import job_environment
 from eepo.types import UserError
 
 MEASURES = ("mean", "greedy", "pass@8", "pass@32", "distinct")
@@ -238,8 +238,8 @@ def run(plan: Plan, phase: str, num_jobs: int, regimes: Sequence[str], methods: 
                     shutil.rmtree(job.log.parent / weights, ignore_errors=True)
             bar.advance()
 
-        threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_jobs))} | os.environ
-        whole = run_jobs(jobs, num_jobs, threads, ended, starter=WarmStarter(threads))
+        shares = job_environment(num_jobs)
+        whole = run_jobs(jobs, num_jobs, shares, ended, starter=WarmStarter(shares))
     if not whole:
         raise SystemExit("stopped; the same command goes on")
     if failed:

@@ -12,6 +12,7 @@ import torch
 from eepo import memory, pretrained
 from eepo.config import AlgorithmConfig, ModelConfig, RolloutConfig, RunConfig, TrainingConfig
 from eepo.memory import Shape
+from eepo.types import UserError
 
 SHAPE = Shape(
     num_parameters=1000, num_layers=2, hidden_size=8, intermediate_size=32, num_key_value_heads=2, head_dim=4,
@@ -160,6 +161,22 @@ def test_free_numbers_are_those_of_this_machine(tmp_path: Path) -> None:
     free = memory.free_memory(torch.device("cpu"))
     assert free is None or 2**20 < free < 2**50
     assert memory.free_disk(tmp_path) > 0
+
+
+def test_runs_that_share_a_card_measure_their_caches_by_their_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = torch.device("cuda")
+    for name, size in {"memory_allocated": 10, "memory_reserved": 14}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, size=size: size)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60, 100))
+    assert (memory.free_memory(card), memory.card_memory(card)) == (64, 100)
+    monkeypatch.setenv("EEPO_GPU_SHARE", "0.25")
+    assert (memory.free_memory(card), memory.card_memory(card)) == (15, 25)
+    monkeypatch.setenv("EEPO_GPU_SHARE", "0.05")  # less than it has already
+    assert memory.free_memory(card) == 0
+    for wrong in ("", "0", "2", "half"):
+        monkeypatch.setenv("EEPO_GPU_SHARE", wrong)
+        with pytest.raises(UserError, match=f"EEPO_GPU_SHARE = '{wrong}' must be a number above 0 and up to 1"):
+            memory.gpu_share()
 
 
 @pytest.mark.parametrize(("size", "text"), [(5 * 2**20, "5 MiB"), (2**30, "1.0 GiB"), (37 * 2**28, "9.2 GiB")])

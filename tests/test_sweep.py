@@ -144,11 +144,13 @@ def test_the_recipe_of_a_point_reads_back_as_that_point(tmp_path: Path) -> None:
 
 
 def test_runs_share_the_cores_and_a_gpu_takes_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name in ("OMP_NUM_THREADS", "EEPO_GPU_SHARE"):
+        monkeypatch.delenv(name, raising=False)
     assert default_jobs(planned(tmp_path, "model.device=cpu")) == max(1, num_cores() // 2)
     assert default_jobs(planned(tmp_path, "model.device=cpu,cuda:0")) == 1
     assert job_environment(1)["OMP_NUM_THREADS"] == str(num_cores())
     assert job_environment(4 * num_cores())["OMP_NUM_THREADS"] == "1"
+    assert [job_environment(jobs)["EEPO_GPU_SHARE"] for jobs in (1, 8)] == ["1.0", "0.125"]
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert job_environment(1)["OMP_NUM_THREADS"] == "7"
 

@@ -7,6 +7,7 @@ gated feed-forward part, norms), good to about a quarter (`docs/doctor.md`).
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 
 from eepo.config import RunConfig, compiles
 from eepo.optimizers import MOMENT_BYTES
+from eepo.types import UserError
 
 FP32 = 4  # bytes
 HEAD_BYTES = 20  # a logit of the policy's head, forward and backward (fitted)
@@ -177,10 +179,29 @@ def checkpoint_bytes(shape: Shape, config: RunConfig) -> int:
     return (weights + moment_bytes(shape, config)) * (config.training.keep_checkpoints + 1) + weights
 
 
+def gpu_share() -> float:
+    """Of a card, for this run: below 1 where runs share one. It is a measure for caches, not a bound on training."""
+    text = os.environ.get("EEPO_GPU_SHARE", "1")
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise UserError(f"EEPO_GPU_SHARE = {text!r} must be a number above 0 and up to 1")
+    return share
+
+
+def card_memory(device: torch.device) -> int:
+    """Bytes of a card, this run's share."""
+    return int(gpu_share() * torch.cuda.mem_get_info(device)[1])
+
+
 def free_memory(device: torch.device) -> int | None:
-    """Bytes; None where the system does not say."""
+    """Bytes; of a card also what torch has reserved and does not use. None where the system does not say."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        used = torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - used
+        return max(0, min(free, card_memory(device) - used))
     table = Path("/proc/meminfo")
     if not table.exists():
         return None

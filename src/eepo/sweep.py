@@ -217,8 +217,9 @@ def num_cores() -> int:
 
 
 def job_environment(num_jobs: int) -> dict[str, str]:
-    """Each run has its share of the cores: more threads than cores wait for each other."""
-    return {"OMP_NUM_THREADS": str(max(1, num_cores() // num_jobs))} | os.environ
+    """Each run has its share of the cores: more threads than cores wait for each other. And of a GPU, for its cache."""
+    shares = {"OMP_NUM_THREADS": max(1, num_cores() // num_jobs), "EEPO_GPU_SHARE": 1 / num_jobs}
+    return {name: str(share) for name, share in shares.items()} | os.environ
 
 
 def _write_recipes(sweep: Sweep) -> None:

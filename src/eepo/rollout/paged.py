@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eepo import kernels
+from eepo import kernels, memory
 from eepo.attention import NAME, strays
 from eepo.rollout.buffers import Buffers
 from eepo.rollout.pages import PagedCache, Prefill, send_numbers
@@ -269,11 +269,8 @@ def _power_of_two(ends: list[int], device: torch.device) -> Tensor:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Of the card, and what torch has reserved of it and does not use."""
-    if device.type != "cuda":
-        return 1 << 30
-    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return (memory.free_memory(device) or 0) if device.type == "cuda" else 1 << 30
 
 
 def _card_bytes(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 1 << 34
+    return memory.card_memory(device) if device.type == "cuda" else 1 << 34
