@@ -18,6 +18,20 @@ STAGES = 5  # how many pages ahead it reads
 
 
 @triton.jit
+def _capped(scores, softcap, SOFTCAP: tl.constexpr):
+    if SOFTCAP:
+        scores = softcap * (1 - 2 / (tl.exp(2 * scores / softcap) + 1))
+    return scores
+
+
+@triton.jit
+def _faded(tops, totals, sums, new_tops):
+    """What was summed so far, beside scores up to `new_tops`."""
+    fade = tl.where(tops == float("-inf"), 0.0, tl.exp(tops - new_tops))
+    return totals * fade, sums * fade[:, None]
+
+
+@triton.jit
 def _decode_kernel(
     query, query_row, query_head, new_key, key_row, key_head, new_value, value_row, value_head,
     key_pages, value_pages, page_stride, tables, table_stride, positions,
@@ -54,28 +68,24 @@ def _decode_kernel(
         there = seen[:, None] & (dims < SIZE)[None, :]
         k = tl.load(key_pages + block, mask=there, other=0.0)
         v = tl.load(value_pages + block, mask=there, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        if SOFTCAP:
-            scores = softcap * (1 - 2 / (tl.exp(2 * scores / softcap) + 1))
+        scores = _capped(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale, softcap, SOFTCAP)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         new_tops = tl.maximum(tops, tl.max(scores, 1))
         masses = tl.where(seen[None, :], tl.exp(scores - new_tops[:, None]), 0.0)
-        fade = tl.where(tops == float("-inf"), 0.0, tl.exp(tops - new_tops))
-        totals = totals * fade + tl.sum(masses, 1)
-        sums = sums * fade[:, None] + tl.dot(masses.to(v.dtype), v, input_precision=PRECISION)
+        totals, sums = _faded(tops, totals, sums, new_tops)
+        totals += tl.sum(masses, 1)
+        sums += tl.dot(masses.to(v.dtype), v, input_precision=PRECISION)
         tops = new_tops
 
     if split == 0:  # the new token attends to itself, and enters the cache
         k = tl.load(new_key + row * key_row + head * key_head + dims, mask=dims < SIZE, other=0.0)
         v = tl.load(new_value + row * value_row + head * value_head + dims, mask=dims < SIZE, other=0.0)
-        scores = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scale
-        if SOFTCAP:
-            scores = softcap * (1 - 2 / (tl.exp(2 * scores / softcap) + 1))
+        scores = _capped(tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scale, softcap, SOFTCAP)
         new_tops = tl.maximum(tops, scores)
         masses = tl.exp(scores - new_tops)
-        fade = tl.where(tops == float("-inf"), 0.0, tl.exp(tops - new_tops))
-        totals = totals * fade + masses
-        sums = sums * fade[:, None] + masses[:, None] * v.to(tl.float32)[None, :]
+        totals, sums = _faded(tops, totals, sums, new_tops)
+        totals += masses
+        sums += masses[:, None] * v.to(tl.float32)[None, :]
         tops = new_tops
         page = tl.load(tables + row * table_stride + position // PAGE).to(tl.int64)
         target = page * page_stride + head * PAGE * SIZE + (position % PAGE) * SIZE + dims

@@ -1,7 +1,8 @@
 """A layer's residual, added by the product that ends the layer instead of by a kernel after it.
 
-Matrix products can add to what is there at no cost, but only in place: a sum in a tensor of its own would first be
-copied there. So it is done where nobody reads the residual again. Such a sum is rounded once, not twice.
+Matrix products can add to what is there at no cost, but only in place. So the residual is computed once more, for the
+product alone; torch does that in the kernel that computes it for others. (If they shared one tensor, torch would fuse
+nobody's reading of it with its computation, since it is changed later.) Such a sum is rounded once, not twice.
 """
 
 from __future__ import annotations
@@ -24,13 +25,11 @@ def add_product(residual: Tensor, x: Tensor, weight: Tensor) -> None:
 
 
 def add_in_products(graph: Graph) -> None:
-    """`residual + x @ weight` as `add_product` to a copy: graphs know no mutation. torch then spares the copy."""
-    order = {node: place for place, node in enumerate(graph.nodes)}
+    """`(a + b) + x @ weight` as `add_product` to another `a + b`. Graphs know no mutation; torch spares the copy."""
     for total in [node for node in graph.nodes if node.target is aten.add.Tensor and not node.kwargs]:
         for residual, product in (total.args, total.args[::-1]):
             factors = _factors_of(product)
-            own = factors and residual not in factors  # a product cannot be added to what it is still read from
-            if own and _alike(residual, product) and _last_read(residual, total, order):
+            if factors and _is_sum(residual) and _alike(residual, product):
                 _put_in(graph, total, residual, *factors)
                 break
     graph.eliminate_dead_code()
@@ -47,25 +46,20 @@ def _factors_of(product: Any) -> tuple[Any, ...]:
     return ()
 
 
-def _alike(residual: Any, product: Any) -> bool:
-    if not isinstance(residual, Node):
-        return False
+def _is_sum(residual: Any) -> bool:
+    """Cheap to compute again. An input would have to be copied."""
+    return isinstance(residual, Node) and residual.target is aten.add.Tensor
+
+
+def _alike(residual: Node, product: Node) -> bool:
     mine, other = residual.meta["val"], product.meta["val"]
     same = mine.dtype == other.dtype and statically_known_true(sym_eq(mine.shape, other.shape))
     return same and mine.is_contiguous()
 
 
-def _last_read(residual: Node, total: Node, order: dict[Node, int]) -> bool:
-    """Whether `total` is the last to read a tensor that is made here, and that no view leads to."""
-    others = [user for user in residual.users if user is not total]
-    return residual.target is aten.add.Tensor and not any(
-        getattr(user.target, "is_view", True) or order[user] > order[total] for user in others
-    )
-
-
 def _put_in(graph: Graph, total: Node, residual: Node, x: Node, weight: Node) -> None:
     with graph.inserting_before(total):
-        again = graph.node_copy(residual)  # with what is changed later torch fuses no reader; so they have their own
+        again = graph.node_copy(residual)
         given: dict[str, Any] = {"residual": again, "x": x, "weight": weight}
         called = graph.call_function(
             torch.ops.higher_order.auto_functionalized, (torch.ops.eepo.add_product.default,), given
