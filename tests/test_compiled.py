@@ -113,6 +113,28 @@ def test_one_graph_serves_all_layers_and_sizes_with_the_same_gradients(
     assert not counters["graph_break"]
 
 
+def test_what_torch_fails_to_compile_runs_as_it_is(
+    here: None, new_model: Any, ragged_pairs: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise NotImplementedError("no code for this card")
+
+    def compile_badly(self: nn.Module, **options: Any) -> None:
+        self._compiled_call_impl = torch.compile(self._call_impl, backend=broken, **options)
+
+    monkeypatch.setattr(nn.Module, "compile", compile_badly)
+    model = new_model("qwen3", num_hidden_layers=3)
+    plain, policy = Policy(copy.deepcopy(model), 40), Policy(model, 40)
+    assert compile_layers(policy.model)
+    pairs = ragged_pairs(5, seed=0)
+    with caplog.at_level(logging.WARNING, "eepo.compiled"):
+        for _ in range(2):
+            got, expected = policy.gradient(pairs, 0.9, loss), plain.gradient(pairs, 0.9, loss)
+            assert all(torch.equal(got[name], gradient) for name, gradient in expected.items())
+    said = "Qwen3DecoderLayer is not compiled, and slower: NotImplementedError: no code for this card"
+    assert [record.getMessage() for record in caplog.records if record.name == "eepo.compiled"] == [said]
+
+
 def test_the_longest_sequence_may_vary_within_one_graph(
     here: None, new_model: Any, ragged_pairs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

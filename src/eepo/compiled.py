@@ -5,11 +5,13 @@ all of them, and all sizes of a batch.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch._dynamo
 from torch import nn
+from torch._dynamo.exc import TorchDynamoException
 
 from eepo import kernels
 from eepo.config import compiles
@@ -44,9 +46,36 @@ def compile_layers(model: Any, options: dict[str, Any] | None = None) -> bool:
         return False
     # A policy, its reference and an engine share the code of a layer, and ask it in several modes each.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-    for layer in decoder_layers(model):
-        layer.compile(dynamic=True, options=options)
+    compile_modules(decoder_layers(model), options)
     return True
+
+
+def compile_modules(modules: Sequence[nn.Module], options: dict[str, Any] | None = None) -> None:
+    """Compiled when they are first called. If torch then fails, they run as they are, and one line says so."""
+
+    def give_up(error: Exception) -> None:
+        cause = getattr(error, "inner_exception", error)
+        reason = next(iter(str(cause).strip().splitlines()), "")
+        log.warning("%s is not compiled, and slower: %s: %s", type(modules[0]).__name__, type(cause).__name__, reason)
+        for module in modules:
+            module._compiled_call_impl = None
+
+    for module in modules:
+        module.compile(dynamic=True, options=options)
+        module._compiled_call_impl = _or_plain(module, give_up)
+
+
+def _or_plain(module: nn.Module, give_up: Callable[[Exception], None]) -> Callable[..., Any]:
+    compiled: Any = module._compiled_call_impl
+
+    def call(*given: Any, **named: Any) -> Any:
+        try:
+            return compiled(*given, **named)
+        except TorchDynamoException as error:
+            give_up(error)
+        return module._call_impl(*given, **named)
+
+    return call
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:

@@ -17,7 +17,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph
 from torch.nn.functional import linear
 
-from eepo.compiled import beside_layers, can_compile, compile_layers, decoder_layers
+from eepo.compiled import beside_layers, can_compile, compile_layers, compile_modules, decoder_layers
 from eepo.rollout import residual
 from eepo.rollout.residual import add_in_products
 
@@ -93,7 +93,7 @@ def compile_packed(model: Any) -> bool:
     if not compile_layers(model, OPTIONS):
         return False
     for module in beside_layers(model):
-        module.compile(dynamic=True, options=OPTIONS)
+        compile_modules([module], OPTIONS)
     return True
 
 
