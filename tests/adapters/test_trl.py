@@ -299,6 +299,26 @@ def test_rows_keep_their_prompt_and_their_place_in_the_group(build: Build, token
         assert log[f"eepo/stage{stage + 1}_reward"] == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("gate", "knobs", "kept"), [
+    ("always", {"failure_weight": 0.25}, [0.25, 0.25]),
+    ("always", {"later_advantages": "positive"}, [1.0, 0.0]),
+    ("never", {"failure_weight": 0.0}, [0.0, 0.0]),
+])  # fmt: skip
+def test_failures_count_as_much_as_they_are_told_to(
+    build: Build, gate: str, knobs: dict[str, Any], kept: list[float]
+) -> None:
+    """`kept` in stage 1, the even rows, and in stage 2; TRL's log has what they were."""
+    sizes = {"num_generations": 8, "per_device_train_batch_size": 16, "max_steps": 1}
+    trainer = build(gate=gate, unlearn_lr=1e-2, **sizes, **knobs)
+    watched = Watched(trainer)
+    trainer.train()
+    (output,) = watched.outputs
+    before = torch.tensor(list(trainer._logs["advantages"])).view(-1, 2)
+    assert ((before < 0).any(0) & (before > 0).any(0)).all()
+    expected = torch.where(before < 0, before * torch.tensor(kept), before)
+    torch.testing.assert_close(output["advantages"].view(-1, 2), expected)
+
+
 def test_truncated_completions_that_trl_masks_stay_out(build: Build) -> None:
     trainer = build(gate="always", mask_truncated_completions=True, max_completion_length=3, num_iterations=2)
     watched = Watched(trainer)

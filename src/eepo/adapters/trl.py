@@ -25,6 +25,7 @@ from torch.nn import Parameter
 from torch.nn.utils.rnn import pad_sequence
 
 from eepo import recipe
+from eepo.advantages import advantage_weights
 from eepo.algorithm import kl_penalty, token_gate, unlearn_loss, unlearned_weights
 from eepo.config import AlgorithmConfig, RunConfig
 from eepo.policy import Scores
@@ -32,6 +33,10 @@ from eepo.types import UserError
 
 OLDEST, TOO_NEW = (1, 15), (1, 17)  # as in pyproject.toml; tests/adapters/test_trl.py says what is relied on
 STATE_FILE = "eepo.json"  # in every checkpoint
+KNOBS = (
+    "gate", "gate_threshold", "gate_window", "unlearn_lr", "unlearn_loss", "unlearn_eps", "later_advantages",
+    "failure_weight",
+)  # fmt: skip
 
 
 def check_trl() -> None:
@@ -66,6 +71,12 @@ class EEPOConfig(GRPOConfig):
         default="comp", metadata={"help": "-log(1 - p) of what was sampled, or ascent on its NLL."}
     )
     unlearn_eps: float = field(default=1e-4, metadata={"help": "p counts as at most 1 - unlearn_eps."})
+    later_advantages: Literal["all", "positive"] = field(
+        default="all", metadata={"help": "'positive': stage 2 is not punished for failing."}
+    )
+    failure_weight: float = field(
+        default=1.0, metadata={"help": "How much what does worse than its group counts, from 0 to 1."}
+    )
 
     def __post_init__(self) -> None:
         self._check_knobs()
@@ -76,9 +87,8 @@ class EEPOConfig(GRPOConfig):
     @property
     def algorithm(self) -> AlgorithmConfig:
         """The same knobs as `algorithm.py` reads them, each checked as in a recipe."""
-        knobs = ("gate", "gate_threshold", "gate_window", "unlearn_lr", "unlearn_loss", "unlearn_eps")
         return recipe.parse(
-            RunConfig, {"algorithm": {name: getattr(self, name) for name in knobs}}, "EEPOConfig"
+            RunConfig, {"algorithm": {name: getattr(self, name) for name in KNOBS}}, "EEPOConfig"
         ).algorithm
 
     def _check_knobs(self) -> None:
@@ -111,7 +121,7 @@ class MicroBatch:
 
 
 class EEPOTrainer(GRPOTrainer):
-    """`GRPOTrainer` with two-stage rollouts. Evaluation, and gate = "never", are TRL's own, untouched."""
+    """`GRPOTrainer` with two-stage rollouts. Evaluation, and gate = "never" but for `failure_weight`, are TRL's own."""
 
     _tag_names = ["trl", "eepo"]  # noqa: RUF012  (as TRL declares it)
     _name = "EEPO"
@@ -315,9 +325,17 @@ class EEPOTrainer(GRPOTrainer):
                 mask = output["completion_mask"]  # without what TRL masks, as its own log-probabilities are
                 output["old_per_token_logps"] = padded(self._rollout_logprobs, mask.shape) * mask
                 self._record_rewards()
+            if self.model.training:
+                output["advantages"] = self._weighed(output["advantages"])
         finally:
             self._rollout_logprobs = None
         return output
+
+    def _weighed(self, advantages: Tensor) -> Tensor:  # [B] -> [B]
+        stages = torch.ones_like(advantages)
+        if self._rollout_logprobs is not None:
+            stages[1::2] = 2
+        return advantages * advantage_weights(advantages, advantages, stages, self.options)  # nobody asks who is rare
 
     # --- records
 
