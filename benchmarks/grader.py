@@ -60,7 +60,7 @@ def main() -> None:
 
 def read_golds(path: Path) -> list[str]:
     with path.open(encoding="utf-8") as file:
-        return [row["answer"] for row in map(json.loads, file) if "answer" in row]
+        return [str(row["answer"]) for row in map(json.loads, file) if "answer" in row]
 
 
 def measure(

@@ -62,15 +62,23 @@ def test_a_gradient_that_is_not_a_number_stops_the_run_before_it_reaches_the_wei
 
 def test_a_prompt_that_the_tokenizer_does_not_know_is_refused(tmp_path: Path) -> None:
     far = dataclasses.replace(TINY.task, out_of_range_min_target=300, out_of_range_max_target=500)
-    trainer = build(dataclasses.replace(TINY, task=far), tmp_path / "run")
     with pytest.raises(UserError, match="tokenizer does not know"):
-        trainer.task.evaluation_sets()
+        build(dataclasses.replace(TINY, task=far), tmp_path / "run")
 
 
-def test_completions_longer_than_the_model_has_positions_are_refused(tmp_path: Path) -> None:
-    long = dataclasses.replace(TINY, algorithm=dataclasses.replace(TINY.algorithm, max_new_tokens=128))
-    with pytest.raises(UserError, match="max_new_tokens = 128 must be under the model's 128 positions"):
-        build(long, tmp_path / "run")
+def test_prompts_and_completions_longer_than_the_model_has_positions_are_refused(tmp_path: Path) -> None:
+    def asked(number: int) -> Any:
+        return dataclasses.replace(TINY, algorithm=dataclasses.replace(TINY.algorithm, max_new_tokens=number))
+
+    with pytest.raises(UserError) as refused:
+        build(asked(127), tmp_path / "run")
+    sets = build(TINY, tmp_path / "short").task.evaluation_sets()
+    longest = max(len(prompt.token_ids) for prompts in sets.values() for prompt in prompts)
+    assert str(refused.value) == (
+        f"algorithm.max_new_tokens = 127 after a prompt of {longest} tokens is more than the model's 128 positions; "
+        f"give at most {128 - longest}, or shorter prompts"
+    )
+    assert build(asked(128 - longest), tmp_path / "fits")
 
 
 def test_the_engine_is_copied_before_the_policy_packs_its_model(

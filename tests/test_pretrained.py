@@ -88,9 +88,8 @@ def test_a_path_without_a_model_is_refused(path: str) -> None:
 
 
 def test_a_hub_name_that_cannot_be_reached_is_refused() -> None:
-    assert "no-such-owner/no-such-model" in refusal(
-        pretrained.load_model, ModelConfig(path="no-such-owner/no-such-model"), CPU
-    )
+    line = refusal(pretrained.load_model, ModelConfig(path="no-such-owner/no-such-model"), CPU)
+    assert '"no-such-owner/no-such-model" could not be loaded: there is no such folder here, and of the hub' in line
 
 
 def test_damaged_weights_are_refused(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from rich.console import Console
 from eepo import recipe
 from eepo.progress import Progress
 from eepo.runlog import METRICS, read_lines
-from eepo.sweep import Sweep, default_jobs, job_environment, num_cores, parse_grid, plan, run_sweep
+from eepo.sweep import Sweep, check_set, default_jobs, job_environment, num_cores, parse_grid, plan, run_sweep
 from eepo.types import UserError
 
 TINY = (
@@ -141,6 +141,14 @@ def test_the_recipe_of_a_point_reads_back_as_that_point(tmp_path: Path) -> None:
         file = tmp_path / "recipes" / "point.toml"
         file.write_text(point.recipe_text())
         assert recipe.load_run(file, ["training.seed=5"]) == point.run_config(5)
+
+
+def test_a_set_that_the_task_does_not_have_is_told_before_the_first_run(tmp_path: Path) -> None:
+    sweep = planned(tmp_path, "algorithm.temperature=1.0")
+    for name in ("", "in_range", "out_of_range"):
+        check_set(sweep, name)
+    with pytest.raises(UserError, match="--on range must be one of in_range, out_of_range"):
+        check_set(sweep, "range")
 
 
 def test_runs_share_the_cores_and_a_gpu_takes_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

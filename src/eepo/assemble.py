@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from eepo.algorithm import EEPO
 from eepo.compiled import compile_layers, wants_compiling
 from eepo.config import (
     AlarmConfig,
-    DatasetConfig,
     LoggingConfig,
     ModelConfig,
     RewardConfig,
@@ -35,14 +35,14 @@ from eepo.optimizers import build_optimizer
 from eepo.policy import Policy
 from eepo.progress import Progress
 from eepo.protocols import RolloutEngine, Task
-from eepo.rewards import build_reward
+from eepo.rewards import build_grader, build_reward
 from eepo.rollout.embedded import embedded_engine
 from eepo.rollout.vllm import VLLMEngine
 from eepo.runlog import RunLog
 from eepo.tasks import build_task
 from eepo.tasks.countdown import build_tokenizer
 from eepo.trainer import Trainer
-from eepo.types import Sampling, UserError
+from eepo.types import Prompt, Sampling, UserError
 from eepo.warmup import Warmup
 
 # What may change between a run and its resumption without making it another run.
@@ -76,7 +76,8 @@ def build_trainer(config: RunConfig, out: Path, resume: bool, progress: Progress
     tokenizer = pretrained.load_tokenizer(config.model)
     reference = pretrained.load_model(config.model, device)
     model = pretrained.load_model(_at(config.model, start), device) if start else copy.deepcopy(reference)
-    check_length(model, config.algorithm.max_new_tokens)
+    task = _task(config.task, tokenizer, config.training.seed, progress)
+    check_length(model, _prompts(task, config), "algorithm.max_new_tokens =", config.algorithm.max_new_tokens)
     keep = _room_for_cache(model, config, free) if free and device.type == "cuda" else None
     engine = _engine(model, tokenizer, config.rollout, config.model.compile, keep)  # from before the policy packs it
     algorithm = EEPO(
@@ -89,7 +90,6 @@ def build_trainer(config: RunConfig, out: Path, resume: bool, progress: Progress
         mini_batch=config.training.prompts_per_mini_batch,
         max_grad_norm=config.training.max_grad_norm,
     )
-    task = _task(config.task, tokenizer, config.training.seed, progress)
     done = checkpoint.step_of(start) if start else 0
     logger = build_logger(config.logging, out, done, dataclasses.asdict(config), progress)
     log = open_log(config, out, start, device)
@@ -138,11 +138,11 @@ def build_evaluation(options: BenchmarkOptions, out: Path, progress: Progress) -
         progress.say(f'prompts are in template "{template}"; the model has a chat template: --template chat uses it')
     sets = prompt_sets(problems, template, tokenizer, options.max_prompt_tokens)
     dtype = pretrained.pick_dtype("auto", device)
-    store, reward = Store(out), build_reward(RewardConfig(name=options.reward), DatasetConfig())
+    store, reward = Store(out), build_grader(RewardConfig(name=options.reward))
     settings = _evaluation_settings(options, sets) | {"template": template, "stop": stop, "dtype": str(dtype)}
     store.check(settings)
     model = pretrained.load_model(where, device, dtype)
-    _check_positions(model, sets, options.max_new_tokens)
+    check_length(model, (one for each in sets for one in each.prompts), "--max-new-tokens", options.max_new_tokens)
     store.open(settings | {"weights": weights_digest(model)}, _describe(device))
     engine = embedded_engine(model, tokenizer, options.max_rows, stop)
     sampling = Sampling(options.temperature, options.max_new_tokens, options.seed)
@@ -161,13 +161,14 @@ def _evaluation_settings(options: BenchmarkOptions, sets: list[PromptSet]) -> di
     }
 
 
-def _check_positions(model: Any, sets: list[PromptSet], max_new_tokens: int) -> None:
+def check_length(model: Any, prompts: Iterable[Prompt], knob: str, max_new_tokens: int) -> None:
+    """Beyond its positions a model writes noise, or fails, in the middle of a run."""
     positions = getattr(model.config, "max_position_embeddings", None)
-    longest = max(len(prompt.token_ids) for one in sets for prompt in one.prompts)
+    longest = max((len(prompt.token_ids) for prompt in prompts), default=0)
     if positions is not None and longest + max_new_tokens > positions:
         raise UserError(
-            f"--max-new-tokens {max_new_tokens} after a prompt of {longest} tokens is more than the model's "
-            f"{positions} positions; give at most {positions - longest}"
+            f"{knob} {max_new_tokens} after a prompt of {longest} tokens is more than the model's {positions} "
+            f"positions; give at most {positions - longest}, or shorter prompts"
         )
 
 
@@ -191,13 +192,6 @@ def open_log(config: RunConfig | WarmupConfig, out: Path, start: Path | None, de
     if start is None:
         log.write_environment(_describe(device))
     return log
-
-
-def check_length(model: Any, max_new_tokens: int) -> None:
-    """Beyond its positions a model writes noise, or fails, in the middle of a run."""
-    positions = getattr(model.config, "max_position_embeddings", None)
-    if positions is not None and max_new_tokens >= positions:
-        raise UserError(f"algorithm.max_new_tokens = {max_new_tokens} must be under the model's {positions} positions")
 
 
 def new_model(scratch: ScratchConfig, tokenizer: Any, seed: int) -> Any:
@@ -255,6 +249,14 @@ def _task(config: TaskConfig, tokenizer: Any, order_seed: int, progress: Progres
     for note in getattr(task, "notes", ()):
         progress.say(f"note: {note}")
     return task
+
+
+def _prompts(task: Task, config: RunConfig) -> Iterator[Prompt]:
+    """All that there are, and of endless ones some."""
+    number: int = getattr(task, "num_train", 0) or config.training.prompts_per_step
+    yield from task.training_prompts(0, number)
+    for prompts in task.evaluation_sets().values():
+        yield from prompts
 
 
 def _at(config: ModelConfig, folder: Path) -> ModelConfig:

@@ -120,10 +120,11 @@ def sweep(
 ) -> None:
     """Train a recipe over a grid of knobs and seeds, several at a time. Stopped, it goes on with the same command."""
     from eepo.reports.sweep import check_measure, make_scale, read_method
-    from eepo.sweep import plan, run_sweep
+    from eepo.sweep import check_set, plan, run_sweep
 
     planned = plan(recipe, overrides or (), grid, seeds, out)
     check_measure(measure, planned.base.evaluation.num_samples)
+    check_set(planned, on)
     lines = [run for folder in line or () for run in read_method(folder)]
     if lines:
         make_scale(lines, measure, on)  # a line that cannot be drawn is a mistake to know of now
@@ -166,12 +167,12 @@ def grade(
     """Grade completions in processes that can be killed: the same lines, with "correct" and "reason", in order."""
     from rich.console import Console
 
-    from eepo.config import DatasetConfig, RewardConfig
+    from eepo.config import RewardConfig
     from eepo.evaluation.grading import count_lines, grade_file, writing
-    from eepo.rewards import build_reward
+    from eepo.rewards import build_grader
 
     progress, total = Progress(Console(stderr=True)), count_lines(file)
-    grader = build_reward(RewardConfig(name=reward, num_workers=workers), DatasetConfig())
+    grader = build_grader(RewardConfig(name=reward, num_workers=workers))
     with contextlib.ExitStack() as stack:
         stream = stack.enter_context(writing(out))
         bar = stack.enter_context(progress.bar(f"grade {file.name}", total))

@@ -111,4 +111,5 @@ def _load(loader: Any, config: ModelConfig, **options: Any) -> Any:
         )
     except (OSError, ValueError, SafetensorError) as error:
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f'model.path = "{config.path}" could not be loaded: {line}') from error
+        where = "" if offline else "there is no such folder here, and of the hub's model: "
+        raise UserError(f'model.path = "{config.path}" could not be loaded: {where}{line}') from error

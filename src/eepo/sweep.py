@@ -26,12 +26,13 @@ from typing import Any
 
 import torch
 
-from eepo import recipe
+from eepo import pretrained, recipe
 from eepo.assemble import find_start
 from eepo.config import RunConfig
 from eepo.processes import Job, run_jobs, why_ended
 from eepo.progress import Progress
 from eepo.runlog import METRICS, write_whole
+from eepo.tasks import build_task
 from eepo.trainer import is_finished
 from eepo.types import UserError
 
@@ -175,6 +176,16 @@ def _check_folder(sweep: Sweep) -> None:
     find_start(sweep.base, sweep.out, resume=True)
     for point, seed in sweep.runs:
         find_start(point.run_config(seed), sweep.folder(point, seed), resume=True)
+
+
+def check_set(sweep: Sweep, name: str) -> None:
+    """Before the first run: which sets there are is known to the task alone."""
+    if not name:
+        return
+    config = sweep.base
+    task = build_task(config.task, pretrained.load_tokenizer(config.model), config.training.seed)
+    if name not in (allowed := task.evaluation_sets()):
+        raise UserError(f"--on {name} must be one of {', '.join(allowed)}")
 
 
 def run_sweep(sweep: Sweep, num_jobs: int, progress: Progress) -> dict[str, str]:

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from eepo.config import CountdownConfig, RewardConfig
-from eepo.rewards import build_reward
+from eepo.rewards import build_grader, build_reward
+from eepo.rewards.exact import ExactReward
 from eepo.rewards.isolation import PooledReward
 from eepo.types import Prompt, UserError, Verdict
 
@@ -177,9 +178,15 @@ def test_an_unknown_reward_is_refused_in_one_line(name: str, words: str) -> None
 
 def test_a_function_that_is_not_there_is_said_so(pool: Pool) -> None:
     pool()
-    reward = build_reward(RewardConfig(name="my_judge:no_such", num_workers=1), CountdownConfig())
-    with pytest.raises(UserError, match=r"my_judge:no_such.*did not start"):
-        reward.grade([Prompt("", "", (), "")], ["x"])
+    with pytest.raises(UserError, match=r"my_judge:no_such.*my_judge.py has no function no_such"):
+        build_reward(RewardConfig(name="my_judge:no_such", num_workers=1), CountdownConfig())
+
+
+@pytest.mark.parametrize("name", ["countdown", "reasoning_gym", "auto", "nothing"])
+def test_texts_are_graded_by_what_grades_texts(name: str) -> None:
+    with pytest.raises(UserError, match=f"--reward {name} must be math, exact or module:function"):
+        build_grader(RewardConfig(name=name))
+    assert isinstance(build_grader(RewardConfig(name="exact")), ExactReward)
 
 
 def test_grading_processes_import_no_torch() -> None:

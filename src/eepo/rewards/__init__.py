@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eepo.config import RewardConfig, TaskConfig
+from eepo.config import DatasetConfig, RewardConfig, TaskConfig
 from eepo.rewards.countdown import CountdownReward
 from eepo.rewards.exact import ExactReward
 from eepo.rewards.isolation import PooledReward
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 OF_TASK = {"countdown": "countdown", "sums": "exact", "dataset": "math", "reasoning_gym": "reasoning_gym"}
 OWN: dict[str, type[Reward]] = {"countdown": CountdownReward, "exact": ExactReward}  # cheap and bounded by themselves
+OF_TEXTS = ("math", "exact")
 POOLED = {"math": "eepo.rewards.math:judge", "reasoning_gym": "eepo.rewards.reasoning_gym:judge"}
 
 
@@ -35,6 +38,13 @@ def build_reward(config: RewardConfig, task: TaskConfig) -> Reward:
     return PooledReward(judge, config)
 
 
+def build_grader(config: RewardConfig) -> Reward:
+    """Of texts against gold texts, which is what files of completions and benchmarks hold."""
+    if config.name not in OF_TEXTS and ":" not in config.name:
+        raise UserError(f"--reward {config.name} must be {', '.join(OF_TEXTS)} or module:function")
+    return build_reward(config, DatasetConfig())
+
+
 def _check_function(name: str) -> None:
     """Found without being run: the user's module is imported in the grading processes only."""
     module, colon, function = name.partition(":")
@@ -43,10 +53,13 @@ def _check_function(name: str) -> None:
         raise UserError(f'reward.name = "{name}" must be one of {names}, or module:function')
     sys.path.insert(0, os.getcwd())
     try:
-        found = importlib.util.find_spec(module) is not None
+        found = importlib.util.find_spec(module)
     except (ImportError, ValueError):
-        found = False
+        found = None
     finally:
         sys.path.pop(0)
-    if not found:
+    if found is None:
         raise UserError(f'reward.name = "{name}": there is no module {module} here or in the environment')
+    source = Path(found.origin or "")
+    if source.suffix == ".py" and not re.search(rf"\b{function}\b", source.read_text("utf-8")):
+        raise UserError(f'reward.name = "{name}": {source} has no function {function}')
