@@ -32,6 +32,8 @@ def frontier_figure(sets: Mapping[str, tuple[Mapping[str, Points], Points]], mea
             for place, (method, line) in enumerate(lines.items()):
                 lined[method] = _line(method, place)
                 _draw_line(axes, line, place)
+                if list(line) != list(next(iter(lines.values()))) or not place:  # values once: lines lie close
+                    _name_values(axes, line)
             for method, seeds in reported.items():
                 shown[method] = None
                 colour, marker = looks(reported)[method]
@@ -56,16 +58,22 @@ def _line(method: str, place: int) -> Line2D:
 
 
 def _draw_line(axes: Axes, line: Points, place: int) -> None:
-    """Of one method, from value to value; beside each stands its value, below the line if it is not the first."""
+    """Of one method, from value to value."""
     middles = [_middle(seeds) for seeds in line.values()]
     drawn = _line("", place)
     drawn.set_data(*zip(*middles, strict=True))
     drawn.set_zorder(1)
     axes.add_line(drawn)
     axes.autoscale_view()
-    beside = (2, -6) if place else (2, 2)
-    for value, middle in zip(line, middles, strict=True):
-        axes.annotate(value, middle, fontsize=5, color="#606060", xytext=beside, textcoords="offset points")
+
+
+def _name_values(axes: Axes, line: Points) -> None:
+    paper = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.3}
+    for value, seeds in line.items():
+        axes.annotate(
+            value, _middle(seeds), fontsize=5, color="#606060", bbox=paper, zorder=1.5, xytext=(3, 3),
+            textcoords="offset points",
+        )  # fmt: skip
 
 
 def _middle(seeds: Sequence[tuple[float, float]]) -> tuple[float, float]:
