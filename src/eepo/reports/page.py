@@ -151,13 +151,19 @@ def _alarms(runs: Sequence[Run]) -> str:
     verbs = {"on": "began", "still": "went on", "off": "ended"}
     lines = [
         f"{run.name} seed {run.seed}: {row.get('alarm')} {verbs.get(str(row.get('state')), 'was said')} at step "
-        f"{row.get('step')} (value {row.get('value')}, bound {row.get('bound')}, action {row.get('action')})"
+        f"{row.get('step')} (value {_rounded(row.get('value'))}, bound {_rounded(row.get('bound'))}, "
+        f"action {row.get('action')})"
         for run in runs
         for row in run.alarms
     ]
     items = "".join(f"<li>{escape(line)}</li>\n" for line in lines[:MOST_ALARMS])
     more = f"<li>and {len(lines) - MOST_ALARMS} more</li>\n" if len(lines) > MOST_ALARMS else ""
     return f"<h2>Alarms</h2>\n<ul>\n{items}{more}</ul>\n" if lines else ""
+
+
+def _rounded(value: Any) -> str:
+    """As the console says it."""
+    return f"{value:.3g}" if isinstance(value, int | float) else str(value)
 
 
 def _figure(picture: Picture, width: float, svg: bytes, band: str) -> str:
