@@ -18,7 +18,7 @@ from eepo.reports.curves import MOST_BANDED
 from eepo.reports.measures import comparison_rows
 from eepo.reports.panels import WIDTH
 from eepo.reports.pictures import PICTURES, Picture, draw_pictures, image_bytes
-from eepo.reports.runs import Run, by_method, read_run
+from eepo.reports.runs import Run, by_method, read_runs
 from eepo.reports.settings import settings_table
 from eepo.reports.summary import summary_sentences
 from eepo.reports.tables import html_table
@@ -72,7 +72,7 @@ def write_report(run_folders: Sequence[Path | str], out: Path) -> Path:
     out = Path(out)
     if out.is_dir():
         raise UserError(f"{out}: is a folder; the report needs a file name such as {out / 'report.html'}")
-    runs = [read_run(folder) for folder in run_folders]
+    runs = read_runs(run_folders)
     drawn = [(picture, figure, image_bytes(figure, "svg")) for picture, figure in draw_pictures(runs)]
     text = page(runs, [(picture, figure.get_figwidth(), svg) for picture, figure, svg in drawn])
     _write_figures(drawn, out.with_name(f"{out.stem}_figures"))
