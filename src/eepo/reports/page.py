@@ -14,7 +14,6 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from eepo.reports.browser import browser_section, script_policy
-from eepo.reports.curves import MOST_BANDED
 from eepo.reports.measures import comparison_rows
 from eepo.reports.panels import WIDTH
 from eepo.reports.pictures import PICTURES, Picture, draw_pictures, image_bytes
@@ -86,7 +85,7 @@ def page(runs: Sequence[Run], drawn: Sequence[tuple[Picture, float, bytes]]) -> 
         f"{' against '.join(reversed(by_method(runs)))}" if len(by_method(runs)) == 2 else ", ".join(by_method(runs))
     )
     sentences = "\n".join(f"<li>{escape(sentence)}</li>" for sentence in summary_sentences(runs))
-    figures = "\n".join(_figure(picture, width, svg, bands(runs)) for picture, width, svg in drawn)
+    figures = "\n".join(_figure(picture, width, svg, runs) for picture, width, svg in drawn)
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -116,15 +115,6 @@ def page(runs: Sequence[Run], drawn: Sequence[tuple[Picture, float, bytes]]) -> 
 </body>
 </html>
 """
-
-
-def bands(runs: Sequence[Run]) -> str:
-    """What a shaded band is, in these runs."""
-    if all(len(seeds) == 1 for seeds in by_method(runs).values()):
-        return "One seed each: bands, where there are any, are 95 % intervals over the problems of that seed."
-    sentence = "Lines are means over seeds, bands reach from the lowest to the highest seed."
-    crowded = len(by_method(runs)) > MOST_BANDED
-    return sentence + " With this many methods, lines go without bands." * crowded
 
 
 def environment_line(environment: dict[str, Any]) -> str:
@@ -166,9 +156,9 @@ def _rounded(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, int | float) else str(value)
 
 
-def _figure(picture: Picture, width: float, svg: bytes, band: str) -> str:
+def _figure(picture: Picture, width: float, svg: bytes, runs: Sequence[Run]) -> str:
     source = "data:image/svg+xml;base64," + base64.b64encode(svg).decode("ascii")
-    caption = f"{picture.caption} {band}" if picture.banded else picture.caption
+    caption = " ".join([picture.caption, *filter(None, (note(runs) for note in picture.notes))])
     return (
         f'<figure id="{picture.name}">\n<div class="card" style="--share: {width / WIDTH:.2f}">'
         f'<img alt="{escape(picture.title)}" src="{source}"></div>\n'

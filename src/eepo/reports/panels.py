@@ -70,7 +70,7 @@ def new_panels(
 def label_steps(axes: Axes, title: str) -> None:
     axes.set_title(title)
     axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))  # of one step, one tick
 
 
 def label_k(axes: Axes, evaluations: Iterable[Row]) -> None:
