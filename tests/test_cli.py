@@ -261,9 +261,10 @@ def test_compare_prints_a_table_and_writes_a_report(tmp_path: Path, eepo) -> Non
     assert "eepo" in result.out
     assert str(out / "report.html") in result.out.splitlines()[-1], "the path must stay on one line, to be copied"
 
-    again = eepo("report", *folders, "--out", tmp_path / "new" / "again.html")
-    assert again.code == 0, again.err
-    assert (tmp_path / "new" / "again.html").is_file()
+    for given in (folders, [out]):
+        again = eepo("report", *given, "--out", tmp_path / "new" / "again.html")
+        assert again.code == 0, again.err
+        assert (tmp_path / "new" / "again.html").read_text(encoding="utf-8") == page
 
 
 def test_the_demo_prints_a_table_and_the_path_of_its_report(tmp_path: Path, eepo) -> None:

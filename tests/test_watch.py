@@ -152,6 +152,14 @@ def test_the_runs_of_a_comparison_appear_as_they_begin(
     assert "eepo: seed 0, 2 steps" in get(server, "/report")[2]
 
 
+def test_a_sweep_s_folder_stands_for_its_runs(tmp_path: Path) -> None:
+    """It has a recipe of its own, and no steps."""
+    begin(tmp_path)
+    assert Watched([tmp_path]).run_folders() == [tmp_path]
+    begin(tmp_path / "gate=step" / "seed-0")
+    assert Watched([tmp_path]).run_folders() == [tmp_path / "gate=step" / "seed-0"]
+
+
 def test_alarms_that_are_on_are_shown(tmp_path: Path, serve: Callable[..., WatchServer]) -> None:
     log = begin(tmp_path)
     log.append(METRICS, metrics(1))

@@ -182,7 +182,10 @@ def grade(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs; methods are told apart by their recipe's name.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="Folders of runs, or of a comparison or a sweep; a recipe's name tells methods apart."),
+    ],
     out: Annotated[Path, typer.Option("--out", help="The page to write.")] = Path("report.html"),
 ) -> None:
     """Write one self-contained page of tables and figures from the folders of runs."""
@@ -191,7 +194,9 @@ def report(
 
 @app.command()
 def watch(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or of a comparison; they may be empty yet.")],
+    runs: Annotated[
+        list[Path], typer.Argument(help="Folders of runs, or of a comparison or a sweep; they may be empty yet.")
+    ],
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="On this machine alone; 0: any.")] = 8642,
     interval: Annotated[float, typer.Option("--interval", min=0.5, max=3600, help="Seconds between two looks.")] = 5,
 ) -> None:
@@ -312,9 +317,9 @@ def _swept(out: Path, lines: list[Run], measure: str, on: str, progress: Progres
 
 
 def _report(folders: list[Path], out: Path, progress: Progress) -> None:
-    from eepo.reports import comparison_rows, read_run, summary_sentences, terminal_table, write_report
+    from eepo.reports import comparison_rows, read_runs, summary_sentences, terminal_table, write_report
 
-    runs = [read_run(folder) for folder in folders]
+    runs = read_runs(folders)
     page = write_report(folders, out)
     progress.console.print(terminal_table(comparison_rows(runs)))
     for sentence in summary_sentences(runs):

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from eepo.alarm import standing
-from eepo.reports import write_report
+from eepo.reports import run_folders, write_report
 from eepo.runlog import ALARMS, COMPLETIONS, EVALUATIONS, METRICS, read_lines
 from eepo.types import UserError
 
@@ -140,12 +140,8 @@ class Watched:
         self._places: dict[Path, tuple[Any, Place]] = {}
 
     def run_folders(self) -> list[Path]:
-        """Runs; and of a comparison's folder the runs that it has begun."""
-        found: list[Path] = []
-        for folder in self.folders:
-            inside = sorted(path.parent for path in folder.glob("*/seed-*/recipe.toml"))
-            found += inside if inside and not (folder / "recipe.toml").exists() else [folder]
-        return found
+        """Runs; and of a comparison's or a sweep's folder the runs that it has begun."""
+        return [found for folder in self.folders for found in run_folders(folder)]
 
     def version(self) -> str:
         """Changes when a file does, but not faster than the report may be drawn."""

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from eepo.reports.collapse import accuracy_by_entropy
+from eepo.reports.collapse import accuracy_by_entropy, collapse_figure
 from eepo.reports.curves import evaluation_curve, metric_curve, over_seeds, smooth
-from eepo.reports.figures import cost_figure, pass_at_k_figure
+from eepo.reports.figures import cost_figure, exploration_figure, pass_at_k_figure, unlearning_figure
+from eepo.reports.notes import dots, draws, smoothing
 from eepo.reports.palette import KNOWN, looks
 from eepo.reports.panels import WIDTH
 from eepo.reports.pictures import PICTURES, draw_pictures, image_bytes
@@ -124,3 +125,60 @@ def test_a_curve_is_over_the_same_problems_at_every_step(write_run):
     (folder / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
     curve = evaluation_curve([read_run(folder)], "in_range", "mean")
     assert curve.mean[-1] == pytest.approx(0.5)
+
+
+def keep_lines(path, keep):
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows if keep(row)))
+
+
+def with_quick_start(folder, mean):
+    """Its own look at the start was quick, with fewer draws."""
+    row = {"step": 0, "kind": "quick", "set": "in_range", "num_problems": 4, "num_samples": 4, "greedy": 0.5}
+    row |= {"mean": mean, "pass@k": {"1": mean}}
+    with (folder / "evaluations.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    return folder
+
+
+def starting_heights(runs):
+    """Of the lines in the first panel, one for each method and measure."""
+    return {line.get_ydata()[0] for line in collapse_figure(runs).axes[0].lines if line.get_linestyle() == "--"}
+
+
+def test_one_starting_policy_stands_at_one_height(write_run):
+    judged = write_run("grpo")
+    looked = with_quick_start(write_run("eepo", start=False), 0.25)
+    runs = [read_run(folder) for folder in (judged, looked)]
+    assert starting_heights(runs) == {8 / 4 / 32}
+    assert "over 4 or 32 draws of each problem, or over 32 where a full" in draws(runs)
+    other = read_run(with_quick_start(write_run("other", start=False, settings='[model]\npath = "other"'), 0.5))
+    assert starting_heights([*runs, other]) == {8 / 4 / 32, 0.5}, "another policy keeps its own evaluation"
+
+
+def test_a_single_step_is_a_dot_over_a_whole_number(write_run):
+    folder = write_run("eepo")
+    keep_lines(folder / "metrics.jsonl", lambda row: row["step"] == 1)
+    run = read_run(folder)
+    for figure in (exploration_figure([run]), unlearning_figure([run]), cost_figure([run])):
+        for axes in (axes for axes in figure.axes if axes.get_xlabel() == "step"):
+            assert {line.get_marker() for line in axes.lines} == {"o"}
+            low, high = axes.get_xlim()
+            assert [tick for tick in axes.get_xticks() if low <= tick <= high] == [1]
+    first, second = exploration_figure([run]).axes[0].lines
+    assert (first.get_markerfacecolor(), second.get_markerfacecolor()) == (KNOWN["eepo"][0], "white")
+    assert dots([run]) == "A single step is a dot, a hollow one of a later stage."
+
+
+def test_captions_tell_of_smoothing_where_there_is_some(write_run):
+    folder = write_run("grpo")
+    assert smoothing([read_run(folder)]) == dots([read_run(folder)]) == ""
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps({"step": step, "stage1/entropy": 1.0}) + "\n" for step in range(31, 41))
+    run = read_run(folder)
+    assert smoothing([run]).endswith("faint lines are the raw values.")
+    values = metric_curve([run], "stage1/entropy").mean
+    assert (smooth(values[:39]) == values[:39]).all()
+    assert (smooth(values) != values).any()
+    told = [picture.name for picture in PICTURES if smoothing in picture.notes]
+    assert told == ["exploration", "collapse", "cost", "unlearning"]

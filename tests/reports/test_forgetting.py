@@ -6,8 +6,8 @@ import warnings
 
 import pytest
 
-from eepo.reports.forgetting import forgetting_figure, forgotten_problems
-from eepo.reports.lettering import drawable, name_text, shortened
+from eepo.reports.forgetting import forgetting_figure, forgotten_problems, own_texts
+from eepo.reports.lettering import drawable, fitting_end, name_text, shortened, text_width
 from eepo.reports.pictures import image_bytes
 from eepo.reports.runs import read_run
 
@@ -94,3 +94,42 @@ def test_shortened_texts_keep_their_end():
     assert shortened(" \n", 9) == "(empty)"
     assert drawable("a\x00漢b") == "a\ufffd\ufffdb"
     assert len(name_text("a_name_of_a_hundred" * 5)) == 28
+
+
+def templated(problem):
+    return f"Solve it.\n\nProblem:\n{problem}\n\nSolution:\n"
+
+
+def test_titles_and_labels_stay_in_the_figure_and_apart(read_rows):
+    """However long a problem is, and however wide its letters."""
+    problems = ["What is $1+4$?", "W" * 200, "so\nmany lines " * 20 + "and what is 2 + 2?", "i" * 300]
+    rows = [completion(prompt=templated(p), text=t * 40) for p in problems for t in ("W", "-", "M")]
+    figure = forgetting_figure([read_rows(*rows)])
+    figure.set_dpi(300)  # as it is saved: at fewer dots letters are rounded to whole ones
+    figure.canvas.draw()
+    titles = [axes.get_title(loc="right") for axes in figure.axes]
+    assert titles[0] == r"What is \$1+4\$?"
+    assert titles[2].startswith("…")
+    assert titles[2].endswith("and what is 2 + 2?")
+    boxes = [axes._right_title.get_window_extent() for axes in figure.axes]
+    labels = [label.get_window_extent() for axes in figure.axes for label in axes.get_yticklabels()]
+    assert min(box.x0 for box in boxes + labels) > 0.01 * figure.bbox.x1
+    assert max(box.x1 for box in boxes) < figure.bbox.x1
+    assert not any(box.overlaps(other) for place, box in enumerate(boxes) for other in boxes[place + 1 :])
+    assert all(axes.get_position().width > 0.15 for axes in figure.axes), "labels leave the bars room"
+
+
+def test_a_problem_is_what_prompts_do_not_share():
+    sums = ["What is 1 + 4?", "What is 1 + 5?\n\nMind the sign."]
+    assert [*own_texts(map(templated, sums)).values()] == sums
+    lone, countdown = templated("What is 1 + 4?"), ["1 2 = 3 :", "1 5 = 6 :"]
+    assert own_texts([lone, lone]) == {lone: lone}
+    assert [*own_texts(countdown).values()] == countdown
+    assert own_texts(["a", "a\nb"]) == {"a": "a", "a\nb": "b"}
+
+
+def test_a_fitting_text_is_as_wide_as_it_may_be():
+    assert fitting_end("a $b$", 100, 7) == r"a \$b\$"
+    fitted = fitting_end("W" * 99, 100, 7)
+    assert fitted == "…" + "W" * (len(fitted) - 1)
+    assert 100 - text_width("W", 7) < text_width(fitted, 7) <= 100

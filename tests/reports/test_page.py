@@ -185,11 +185,18 @@ def test_alarms_are_listed_and_escaped(write_run, tmp_path) -> None:
     quiet = write_report([folder], tmp_path / "quiet.html").read_text()
     assert "<h2>Alarms</h2>" not in quiet
     rows = [
-        {"step": 7, "state": "on", "alarm": "dead_stage_above", "value": 0.3, "bound": 0.05, "action": "warn"},
+        {
+            "step": 7,
+            "state": "on",
+            "alarm": "dead_stage_above",
+            "value": 0.45333569716002164,
+            "bound": 0.05,
+            "action": "warn",
+        },
         {"step": 9, "state": "off", "alarm": "<script>", "value": 0.3, "bound": 0.05, "action": "warn"},
     ]
     (folder / "alarms.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 30))
     page = write_report([folder], tmp_path / "loud.html").read_text()
-    assert "eepo seed 0: dead_stage_above began at step 7 (value 0.3, bound 0.05, action warn)" in page
+    assert "eepo seed 0: dead_stage_above began at step 7 (value 0.453, bound 0.05, action warn)" in page
     assert "&lt;script&gt; ended at step 9" in page
     assert "and 10 more" in page

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from eepo.reports.runs import MOST_COMPLETIONS, by_method, read_run, spread_steps
+from eepo.reports.runs import MOST_COMPLETIONS, by_method, read_run, read_runs, spread_steps
 from eepo.types import UserError
 
 
@@ -53,6 +53,28 @@ def test_a_missing_record_is_named_in_one_line(write_run, name):
     assert str(folder) in message
     assert name in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("swept", [False, True])
+def test_a_folder_of_runs_stands_for_those_with_steps(write_run, tmp_path, swept):
+    """The baseline is first, though its name is not: it judged the start for all. A sweep has a recipe of its own."""
+    outer, places = tmp_path / "outer", [("eepo", 0), ("grpo", 0), ("grpo", 1), ("late", 0)]
+    for name, seed in places:
+        start = "[evaluation]\nstart = true\n" if (name, seed) == ("grpo", 0) else ""
+        (outer / name).mkdir(parents=True, exist_ok=True)
+        write_run(name, seed, settings=start).rename(outer / name / f"seed-{seed}")
+    (outer / "late" / "seed-0" / "metrics.jsonl").unlink()
+    if swept:
+        (outer / "recipe.toml").write_text('name = "base"\n')
+    assert [(run.name, run.seed) for run in read_runs([outer])] == [("grpo", 0), ("grpo", 1), ("eepo", 0)]
+    assert [run.seed for run in read_runs([outer / "grpo"])] == [0, 1]
+    with pytest.raises(UserError, match="late: none of its 1 runs has finished a step yet"):
+        read_runs([outer / "late"])
+
+
+def test_a_folder_that_holds_no_runs_is_told_what_to_give(tmp_path):
+    with pytest.raises(UserError, match=r"no recipe\.toml; give runs, or the folder of a comparison or a sweep"):
+        read_runs([tmp_path])
 
 
 def test_a_missing_folder_is_named(tmp_path):

@@ -25,6 +25,7 @@ from eepo.reports.panels import (
     styled,
 )
 from eepo.reports.runs import Run, by_method, evaluation_sets
+from eepo.reports.starts import share_starts
 from eepo.reports.tables import plain
 
 ENTROPY = "policy entropy (nats per token)"  # of stage 1, which the policy sampled: later stages are another model's
@@ -33,6 +34,7 @@ ENTROPY = "policy entropy (nats per token)"  # of stage 1, which the policy samp
 @styled
 def collapse_figure(runs: Sequence[Run]) -> Figure | None:
     """Accuracy on every evaluation set over the steps, entropy beside it, then one against the other."""
+    runs = share_starts(runs)
     sets = [name for name in evaluation_sets(runs) if _evaluated_twice(runs, name)]
     if not sets:
         return None

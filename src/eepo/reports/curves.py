@@ -13,7 +13,7 @@ from eepo.reports.measures import problem_values, value
 from eepo.reports.palette import looks
 from eepo.reports.runs import Row, Run
 
-SMOOTHED_FROM = 25  # with fewer points a line is drawn as it is
+SMOOTHED_FROM = 40  # with fewer points a line is drawn as it is
 MOST_BANDED = 4  # methods; where there are more, their bands would bury the lines
 
 
@@ -53,8 +53,8 @@ def over_seeds(series: Sequence[Mapping[int, float]], reach: int) -> Curve | Non
 
 def smooth(values: np.ndarray) -> np.ndarray:
     """Centred moving mean over about a twentieth of the points; at the ends over what there is."""
-    half = len(values) // 40
-    if len(values) < SMOOTHED_FROM or half == 0:
+    half = len(values) // SMOOTHED_FROM
+    if half == 0:
         return values
     return np.array([values[max(0, i - half) : i + half + 1].mean() for i in range(len(values))])
 
@@ -63,13 +63,15 @@ def draw(
     axes: Axes, curve: Curve, colour: str, style: Any = "solid", marker: str | None = None, alone: bool = True
 ) -> None:
     """The smoothed mean; behind it, if it is `alone` enough, the raw one, faint, and the seeds' band. Points with a
-    marker are not smoothed."""
+    marker are not smoothed. One point is no line: it is a dot, a hollow one where the line would be dashed."""
     mean = curve.mean if marker else smooth(curve.mean)
     if alone and mean is not curve.mean:
         axes.plot(curve.steps, curve.mean, color=colour, linewidth=0.4, alpha=0.3)
     if alone and curve.num_seeds > 1:
         axes.fill_between(curve.steps, curve.low, curve.high, color=colour, alpha=0.13, linewidth=0)
-    axes.plot(curve.steps, mean, color=colour, linestyle=style, marker=marker)
+    dot = "o" if len(mean) == 1 else None
+    inside = colour if marker or style == "solid" else "white"
+    axes.plot(curve.steps, mean, color=colour, linestyle=style, marker=marker or dot, markerfacecolor=inside)
 
 
 def draw_methods(axes: Axes, methods: Mapping[str, Sequence[Run]], key: str, style: Any = "solid") -> None:

@@ -28,9 +28,32 @@ def shortened(text: str, longest: int) -> str:
     return f"{text[: longest - tail - 1]}…{text[-tail:]}"
 
 
+def fitting_end(text: str, width: float, size: float) -> str:
+    """For a figure to write as it stands, on one line of `width` points; of a longer text its end."""
+    text = drawable(" ".join(text.split())) or "(empty)"
+    kept = text
+    while text_width(kept, size) > width:
+        text = text[1:]
+        kept = f"…{text.lstrip()}"
+    return kept.replace("$", r"\$")
+
+
+def text_width(text: str, size: float) -> float:
+    """In points, at a font of `size` points."""
+    return size * sum(map(_advance, text))
+
+
 def drawable(text: str) -> str:
     """Characters that the font lacks, control characters among them, become a mark."""
     return "".join(sign if _has_glyph(sign) else "\ufffd" for sign in text)
+
+
+@cache
+def _advance(sign: str) -> float:
+    """Of a sign, in ems."""
+    font = get_font(findfont(FONT))
+    font.set_size(100, 72)
+    return float(font.load_char(ord(sign)).linearHoriAdvance / 65536 / 100)
 
 
 @cache

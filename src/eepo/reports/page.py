@@ -14,11 +14,10 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from eepo.reports.browser import browser_section, script_policy
-from eepo.reports.curves import MOST_BANDED
 from eepo.reports.measures import comparison_rows
 from eepo.reports.panels import WIDTH
 from eepo.reports.pictures import PICTURES, Picture, draw_pictures, image_bytes
-from eepo.reports.runs import Run, by_method, read_run
+from eepo.reports.runs import Run, by_method, read_runs
 from eepo.reports.settings import settings_table
 from eepo.reports.summary import summary_sentences
 from eepo.reports.tables import html_table
@@ -72,7 +71,7 @@ def write_report(run_folders: Sequence[Path | str], out: Path) -> Path:
     out = Path(out)
     if out.is_dir():
         raise UserError(f"{out}: is a folder; the report needs a file name such as {out / 'report.html'}")
-    runs = [read_run(folder) for folder in run_folders]
+    runs = read_runs(run_folders)
     drawn = [(picture, figure, image_bytes(figure, "svg")) for picture, figure in draw_pictures(runs)]
     text = page(runs, [(picture, figure.get_figwidth(), svg) for picture, figure, svg in drawn])
     _write_figures(drawn, out.with_name(f"{out.stem}_figures"))
@@ -86,7 +85,7 @@ def page(runs: Sequence[Run], drawn: Sequence[tuple[Picture, float, bytes]]) -> 
         f"{' against '.join(reversed(by_method(runs)))}" if len(by_method(runs)) == 2 else ", ".join(by_method(runs))
     )
     sentences = "\n".join(f"<li>{escape(sentence)}</li>" for sentence in summary_sentences(runs))
-    figures = "\n".join(_figure(picture, width, svg, bands(runs)) for picture, width, svg in drawn)
+    figures = "\n".join(_figure(picture, width, svg, runs) for picture, width, svg in drawn)
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -118,15 +117,6 @@ def page(runs: Sequence[Run], drawn: Sequence[tuple[Picture, float, bytes]]) -> 
 """
 
 
-def bands(runs: Sequence[Run]) -> str:
-    """What a shaded band is, in these runs."""
-    if all(len(seeds) == 1 for seeds in by_method(runs).values()):
-        return "One seed each: bands, where there are any, are 95 % intervals over the problems of that seed."
-    sentence = "Lines are means over seeds, bands reach from the lowest to the highest seed."
-    crowded = len(by_method(runs)) > MOST_BANDED
-    return sentence + " With this many methods, lines go without bands." * crowded
-
-
 def environment_line(environment: dict[str, Any]) -> str:
     """The command is left out: it names folders of whoever ran it."""
     keys = ("eepo", "commit", "python", "platform", "device")
@@ -151,7 +141,8 @@ def _alarms(runs: Sequence[Run]) -> str:
     verbs = {"on": "began", "still": "went on", "off": "ended"}
     lines = [
         f"{run.name} seed {run.seed}: {row.get('alarm')} {verbs.get(str(row.get('state')), 'was said')} at step "
-        f"{row.get('step')} (value {row.get('value')}, bound {row.get('bound')}, action {row.get('action')})"
+        f"{row.get('step')} (value {_rounded(row.get('value'))}, bound {_rounded(row.get('bound'))}, "
+        f"action {row.get('action')})"
         for run in runs
         for row in run.alarms
     ]
@@ -160,9 +151,14 @@ def _alarms(runs: Sequence[Run]) -> str:
     return f"<h2>Alarms</h2>\n<ul>\n{items}{more}</ul>\n" if lines else ""
 
 
-def _figure(picture: Picture, width: float, svg: bytes, band: str) -> str:
+def _rounded(value: Any) -> str:
+    """As the console says it."""
+    return f"{value:.3g}" if isinstance(value, int | float) else str(value)
+
+
+def _figure(picture: Picture, width: float, svg: bytes, runs: Sequence[Run]) -> str:
     source = "data:image/svg+xml;base64," + base64.b64encode(svg).decode("ascii")
-    caption = f"{picture.caption} {band}" if picture.banded else picture.caption
+    caption = " ".join([picture.caption, *filter(None, (note(runs) for note in picture.notes))])
     return (
         f'<figure id="{picture.name}">\n<div class="card" style="--share: {width / WIDTH:.2f}">'
         f'<img alt="{escape(picture.title)}" src="{source}"></div>\n'

@@ -17,10 +17,11 @@ from eepo.reports.palette import STAGE_STYLES, looks
 from eepo.reports.runs import Row, Run
 
 WIDTH, PANEL_HEIGHT = 5.5, 1.75  # inches: a page's text width, so that text is as large in print as it says here
+TEXT_SIZE, TITLE_SIZE = 6.5, 7  # points
 STYLE = {
     "font.family": FONT,
-    "font.size": 6.5,
-    "axes.titlesize": 7,
+    "font.size": TEXT_SIZE,
+    "axes.titlesize": TITLE_SIZE,
     "lines.linewidth": 1.1,
     "lines.markersize": 2.8,
     "axes.linewidth": 0.6,
@@ -55,12 +56,13 @@ def styled(draw: Callable[[Sequence[Run]], Figure | None]) -> Callable[[Sequence
 
 
 def new_panels(
-    number: int, columns: int = 3, height: float = PANEL_HEIGHT, width: float = WIDTH
+    number: int, columns: int = 3, height: float = PANEL_HEIGHT, width: float = WIDTH, left: float = 0.0
 ) -> tuple[Figure, list[Axes]]:
-    """Axes in rows of at most `columns`, one row of legend below. Sizes in inches."""
+    """Axes in rows of at most `columns`, one row of legend below. Sizes in inches; `left` stays free before them."""
     columns = min(columns, number)
     rows = -(-number // columns)
-    figure = Figure(figsize=(width, rows * height + 0.35), layout=ConstrainedLayoutEngine(h_pad=0.05, w_pad=0.045))
+    layout = ConstrainedLayoutEngine(h_pad=0.05, w_pad=0.045, rect=(left / width, 0, 1 - left / width, 1))
+    figure = Figure(figsize=(width, rows * height + 0.35), layout=layout)
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for unused in panels[number:]:
         unused.set_visible(False)
@@ -70,7 +72,7 @@ def new_panels(
 def label_steps(axes: Axes, title: str) -> None:
     axes.set_title(title)
     axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))  # of one step, one tick
 
 
 def label_k(axes: Axes, evaluations: Iterable[Row]) -> None:

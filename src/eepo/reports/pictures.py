@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from eepo.reports.collapse import collapse_figure
 from eepo.reports.figures import cost_figure, exploration_figure, pass_at_k_figure, unlearning_figure
 from eepo.reports.forgetting import forgetting_figure
+from eepo.reports.notes import bands, dots, draws, smoothing
 from eepo.reports.panels import STYLE
 from eepo.reports.runs import Run
 
@@ -24,7 +25,7 @@ class Picture:
     title: str
     caption: str
     figure: Callable[[Sequence[Run]], Figure | None]
-    banded: bool = True  # are there lines and bands to explain?
+    notes: tuple[Callable[[Sequence[Run]], str], ...] = ()  # sentences that depend on the runs
 
 
 PICTURES = (
@@ -35,6 +36,7 @@ PICTURES = (
         "unlearning, so a dashed line above its solid one in the first panel means that unlearning widened the search, "
         "and one below it in the second is the reward that this cost.",
         exploration_figure,
+        (dots, smoothing, bands),
     ),
     Picture(
         "collapse",
@@ -42,8 +44,10 @@ PICTURES = (
         "Accuracy on problems that were not trained on, beside the entropy of what the policy samples; entropy that "
         "falls to nothing while a mean line climbs to its greedy line shows a policy that has settled on one way of "
         "answering. The last panels set one against the other: a path that goes left and down, to its large marker at "
-        "the end of training, lost accuracy as it lost entropy. Every point is over the same problems.",
+        "the end of training, lost accuracy as it lost entropy. Every point is over the same problems, and "
+        "no accuracy is smoothed.",
         collapse_figure,
+        (draws, smoothing, bands),
     ),
     Picture(
         "pass_at_k",
@@ -51,6 +55,7 @@ PICTURES = (
         "The chance that at least one of k drawn completions is right: the left end shows how reliable a policy is, "
         "the right end how much it can still find, and lines that cross trade one for the other.",
         pass_at_k_figure,
+        (bands,),
     ),
     Picture(
         "cost",
@@ -58,6 +63,7 @@ PICTURES = (
         "Where the seconds of a mean step go, and how long completions are; longer completions cost time in every "
         "phase, so read the two together.",
         cost_figure,
+        (smoothing, bands),
     ),
     Picture(
         "unlearning",
@@ -65,6 +71,7 @@ PICTURES = (
         "How many stage-1 tokens the gate let through, how far one unlearning step moved the rollout model, and how "
         "much of each stage the update clipped; near-zero KL or changed weights mean that unlearning did nothing.",
         unlearning_figure,
+        (dots, smoothing, bands),
     ),
     Picture(
         "forgetting",
@@ -73,7 +80,6 @@ PICTURES = (
         "sampled it, and how likely under θ′, the rollout model that had to forget it; ✓ marks right ones, ✗ wrong "
         "ones. Long bars that shrink more than short ones are a mode that gives way to others.",
         forgetting_figure,
-        banded=False,
     ),
 )
 

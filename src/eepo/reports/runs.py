@@ -68,13 +68,39 @@ class Run:
         return len(self.metrics) * prompts * group if prompts and group else None
 
 
+def run_folders(folder: Path) -> list[Path]:
+    """A run as it is; of the folder of a comparison, a sweep or one method's seeds, the runs that it has begun.
+
+    Methods stand by name, but the one that judged the start for all comes first: it is a comparison's baseline.
+    """
+    if (folder / "metrics.jsonl").exists():
+        return [folder]
+    inside = [path.parent for pattern in ("*/seed-*", "seed-*") for path in folder.glob(f"{pattern}/recipe.toml")]
+    judges = {path.parent for path in inside if _judged_start(path)}
+    return sorted(inside, key=lambda path: (path.parent not in judges, path)) or [folder]
+
+
+def read_runs(folders: Sequence[Path | str]) -> list[Run]:
+    """Of folders of runs, and of folders that hold runs: of those, the runs with steps."""
+    runs: list[Run] = []
+    for folder in map(Path, folders):
+        inside = run_folders(folder)
+        begun = [path for path in inside if (path / "metrics.jsonl").is_file()]
+        if not begun and inside != [folder]:
+            raise UserError(f"{folder}: none of its {len(inside)} runs has finished a step yet")
+        runs += [read_run(path) for path in begun or inside]
+    return runs
+
+
 def read_run(folder: Path | str) -> Run:
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such run folder")
     for name in ("recipe.toml", "metrics.jsonl"):
         if not (folder / name).is_file():
-            raise UserError(f"{folder}: not a run folder, it has no {name}")
+            raise UserError(
+                f"{folder}: not a run folder, it has no {name}; give runs, or the folder of a comparison or a sweep"
+            )
     recipe = _read_recipe(folder / "recipe.toml")
     logged = _Counted(_read_rows(folder / "completions.jsonl"))
     completions = spread_steps(logged, MOST_COMPLETIONS)
@@ -136,6 +162,15 @@ def spread_steps(rows: Iterable[Row], most: int) -> list[Row]:
 def was_forgotten(row: Row) -> bool:
     """Does it say how likely the completion was before and after an unlearning step?"""
     return _is_finite(row.get("logprob")) and _is_finite(row.get("logprob_after"))
+
+
+def _judged_start(folder: Path) -> bool:
+    """A damaged recipe judged nothing: whoever reads the run says what is wrong with it."""
+    try:
+        recipe = tomllib.loads((folder / "recipe.toml").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return bool(recipe.get("evaluation", {}).get("start"))
 
 
 def _is_full(row: Row, name: str) -> bool:
