@@ -237,6 +237,16 @@ def test_train_then_resume_then_report(tmp_path: Path, eepo, monkeypatch: pytest
     assert "eepo" in page
 
 
+def test_resuming_a_run_that_is_not_there_says_that_it_starts(tmp_path: Path, eepo) -> None:
+    """Scripts always give --resume; but a misspelt --out must not start a second run in silence."""
+    run, overrides = tmp_path / "run", settings(*TINY)
+    words = ("train", "countdown/eepo", "--out", run, "--resume", *overrides)
+    first, again = eepo(*words), eepo(*words)
+    assert (first.code, again.code) == (0, 0), first.err + again.err
+    assert f"no run in {run} yet: starts at step 1" in first.out.replace("\n", " ")
+    assert "starts at step 1" not in again.out
+
+
 def test_warmup_ends_with_weights(tmp_path: Path, eepo) -> None:
     tiny = ("supervised.num_steps=2", "supervised.batch_size=4", "scratch.hidden_size=16", "scratch.num_layers=1")
     evaluation = ("task.num_evaluation=1", "evaluation.num_samples=2")
@@ -318,5 +328,5 @@ def test_advice_after_an_interrupted_comparison_is_a_command_that_exists(tmp_pat
     assert process.returncode == 2
     assert len(errors.splitlines()) == 1
     assert "stopped after step" in errors
-    if "--resume" in errors:
-        assert "eepo train" in errors
+    assert "with 0 of 2 runs finished; the same command goes on" in errors
+    assert "--resume" not in errors

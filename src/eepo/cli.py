@@ -56,6 +56,7 @@ def warmup(recipe: Recipe, out: Out, overrides: Overrides = None, resume: Resume
     from eepo.recipe import load_warmup
 
     progress = Progress()
+    _say_start(out, resume, progress)
     final = assemble.build_warmup(load_warmup(recipe, overrides or ()), out, resume, progress).run()
     progress.say(f"weights: {final}")
 
@@ -67,6 +68,7 @@ def train(recipe: Recipe, out: Out, overrides: Overrides = None, resume: Resume 
     from eepo.recipe import load_run
 
     progress = Progress()
+    _say_start(out, resume, progress)
     final = assemble.build_trainer(load_run(recipe, overrides or ()), out, resume, progress).run()
     progress.say(f"weights: {final}")
     progress.say(f"see it with: eepo report {out} --out report.html")
@@ -277,6 +279,12 @@ def export_verl(recipe: Recipe, overrides: Overrides = None) -> None:
     from eepo.recipe import load_run
 
     print(command_line(load_run(recipe, overrides or ())))
+
+
+def _say_start(out: Path, resume: bool, progress: Progress) -> None:
+    """--resume is no mistake where nothing is yet, for scripts that always give it; but --out may be misspelt."""
+    if resume and not (out / "recipe.toml").exists():
+        progress.say(f"no run in {out} yet: starts at step 1")
 
 
 def _compare(

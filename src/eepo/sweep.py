@@ -172,9 +172,10 @@ def _check_folder(sweep: Sweep) -> None:
     """What is in the folder must be of this sweep, knob for knob."""
     if (sweep.out / METRICS).exists():
         raise UserError(f"--out {sweep.out} holds a run; a sweep needs a folder of its own")
-    find_start(sweep.base, sweep.out, resume=True)
+    advice = "give the same recipe and --set again, or another --out"
+    find_start(sweep.base, sweep.out, True, advice)
     for point, seed in sweep.runs:
-        find_start(point.run_config(seed), sweep.folder(point, seed), resume=True)
+        find_start(point.run_config(seed), sweep.folder(point, seed), True, advice)
 
 
 def run_sweep(sweep: Sweep, num_jobs: int, progress: Progress) -> dict[str, str]:
