@@ -139,7 +139,7 @@ MISTAKES = {
     "unknown recipe": (lambda f: ["train", "countdown/nothing", "--out", f / "run"], ["countdown/nothing"]),
     "unknown warmup recipe": (lambda f: ["warmup", f / "no.toml", "--out", f / "run"], ["no.toml"]),
     "empty recipe name": (lambda f: ["train", "", "--out", f / "run"], ["recipe"]),
-    "run recipe for a warm start": (lambda f: ["warmup", "countdown/eepo", "--out", f / "run"], ["algorithm"]),
+    "run recipe for a warm start": (lambda f: ["warmup", "countdown/eepo", "--out", f / "run"], ["eepo train"]),
     "unknown knob in a recipe": (bad_recipe, ["bad.toml", "training.sead", "seed"]),
     "unknown knob": (lambda f: train(f, "training.sead=1"), ["training.sead", "seed"]),
     "no value": (lambda f: train(f, "training.seed"), ["training.seed", "section.key=value"]),

@@ -233,7 +233,7 @@ def new_model(scratch: ScratchConfig, tokenizer: Any, seed: int) -> Any:
 
 def _check_same(config: RunConfig | WarmupConfig, written: Path, advice: str) -> None:
     """A resumed run must be the same run: name the first knob that differs."""
-    before = dict(_flat(recipe.parse(type(config), recipe.read_toml(written), str(written))))
+    before = dict(_flat(recipe.load(type(config), written)))
     for key, new in _flat(config):
         old = before.get(key)
         if old != new and key not in FREE_TO_CHANGE:

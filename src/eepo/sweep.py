@@ -160,7 +160,8 @@ def _point(recipe_name: str, overrides: Sequence[str], choice: Sequence[tuple[st
     try:
         config = recipe.load_run(recipe_name, [*overrides, *changes])
     except UserError as error:
-        raise UserError(f"--grid {' --grid '.join(changes)}: {error}") from error
+        why = str(error).removeprefix("--set: ")  # the user's own --set were read before
+        raise UserError(f"--grid {' --grid '.join(changes)}: {why}") from error
     values = {}
     for knob, _ in choice:  # as read: 1 and 1.0 are one value where a number is expected
         section, name = knob.split(".")
