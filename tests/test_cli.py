@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from eepo import cli, recipe
+from eepo import __version__, cli, recipe
 from eepo.runlog import EVALUATIONS, METRICS, read_lines
 
 TINY = (
@@ -98,6 +98,12 @@ def test_help_does_not_wait_for_torch() -> None:
     assert ran.stdout.splitlines()[-1] == "QUICK"
 
 
+def test_the_version_is_that_of_the_package(eepo) -> None:
+    result = eepo("--version")
+    assert (result.code, result.out) == (0, f"eepo {__version__}\n")
+    assert "that explores" in help_of(), "the option must not take the place of what eepo is"
+
+
 # --- mistakes ---------------------------------------------------------------------------------------------------------
 
 
@@ -146,7 +152,7 @@ MISTAKES = {
     "odd group": (lambda f: train(f, "algorithm.group_size=7"), ["algorithm.group_size", "7", "even"]),
     "wrong word": (lambda f: train(f, "algorithm.unlearn_lr=fast"), ["algorithm.unlearn_lr", "fast", "auto"]),
     "unknown model": (lambda f: train(f, "model.path=builtin:chess"), ["model.path", "builtin:chess"]),
-    "missing model": (lambda f: train(f, "model.path=./no/model"), ["model.path", "./no/model"]),
+    "missing model": (lambda f: train(f, "model.path=./no/model"), ["model.path", "./no/model", "eepo warmup"]),
     "unusable device": (lambda f: train(f, "model.device=abacus"), ["model.device", "abacus", "cpu"]),
     "impossible problems": (
         lambda f: train(f, "task.num_numbers=2", "task.max_number=2", "task.min_target=50", *TINY),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,6 +38,21 @@ Line = Annotated[
     list[Path] | None, typer.Option("--line", metavar="RUN", help="A run, or a folder of its seeds, as a dashed line.")
 ]
 Seeds = Annotated[int, typer.Option("--seeds", min=1, help="How many seeds for each recipe, from the recipe's own on.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"eepo {version('eepo')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version, and end.")
+    ] = False,
+) -> None:
+    """What goes without a command."""
 
 
 @app.command()
