@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from eepo import cli, recipe
+from eepo import __version__, cli, recipe
 from eepo.runlog import EVALUATIONS, METRICS, read_lines
 
 TINY = (
@@ -98,6 +98,12 @@ def test_help_does_not_wait_for_torch() -> None:
     assert ran.stdout.splitlines()[-1] == "QUICK"
 
 
+def test_the_version_is_that_of_the_package(eepo) -> None:
+    result = eepo("--version")
+    assert (result.code, result.out) == (0, f"eepo {__version__}\n")
+    assert "that explores" in help_of(), "the option must not take the place of what eepo is"
+
+
 # --- mistakes ---------------------------------------------------------------------------------------------------------
 
 
@@ -139,14 +145,14 @@ MISTAKES = {
     "unknown recipe": (lambda f: ["train", "countdown/nothing", "--out", f / "run"], ["countdown/nothing"]),
     "unknown warmup recipe": (lambda f: ["warmup", f / "no.toml", "--out", f / "run"], ["no.toml"]),
     "empty recipe name": (lambda f: ["train", "", "--out", f / "run"], ["recipe"]),
-    "run recipe for a warm start": (lambda f: ["warmup", "countdown/eepo", "--out", f / "run"], ["algorithm"]),
+    "run recipe for a warm start": (lambda f: ["warmup", "countdown/eepo", "--out", f / "run"], ["eepo train"]),
     "unknown knob in a recipe": (bad_recipe, ["bad.toml", "training.sead", "seed"]),
     "unknown knob": (lambda f: train(f, "training.sead=1"), ["training.sead", "seed"]),
     "no value": (lambda f: train(f, "training.seed"), ["training.seed", "section.key=value"]),
     "odd group": (lambda f: train(f, "algorithm.group_size=7"), ["algorithm.group_size", "7", "even"]),
     "wrong word": (lambda f: train(f, "algorithm.unlearn_lr=fast"), ["algorithm.unlearn_lr", "fast", "auto"]),
     "unknown model": (lambda f: train(f, "model.path=builtin:chess"), ["model.path", "builtin:chess"]),
-    "missing model": (lambda f: train(f, "model.path=./no/model"), ["model.path", "./no/model"]),
+    "missing model": (lambda f: train(f, "model.path=./no/model"), ["model.path", "./no/model", "eepo warmup"]),
     "unusable device": (lambda f: train(f, "model.device=abacus"), ["model.device", "abacus", "cpu"]),
     "impossible problems": (
         lambda f: train(f, "task.num_numbers=2", "task.max_number=2", "task.min_target=50", *TINY),
@@ -237,6 +243,16 @@ def test_train_then_resume_then_report(tmp_path: Path, eepo, monkeypatch: pytest
     assert "eepo" in page
 
 
+def test_resuming_a_run_that_is_not_there_says_that_it_starts(tmp_path: Path, eepo) -> None:
+    """Scripts always give --resume; but a misspelt --out must not start a second run in silence."""
+    run, overrides = tmp_path / "run", settings(*TINY)
+    words = ("train", "countdown/eepo", "--out", run, "--resume", *overrides)
+    first, again = eepo(*words), eepo(*words)
+    assert (first.code, again.code) == (0, 0), first.err + again.err
+    assert f"no run in {run} yet: starts at step 1" in first.out.replace("\n", " ")
+    assert "starts at step 1" not in again.out
+
+
 def test_warmup_ends_with_weights(tmp_path: Path, eepo) -> None:
     tiny = ("supervised.num_steps=2", "supervised.batch_size=4", "scratch.hidden_size=16", "scratch.num_layers=1")
     evaluation = ("task.num_evaluation=1", "evaluation.num_samples=2")
@@ -319,5 +335,5 @@ def test_advice_after_an_interrupted_comparison_is_a_command_that_exists(tmp_pat
     assert process.returncode == 2
     assert len(errors.splitlines()) == 1
     assert "stopped after step" in errors
-    if "--resume" in errors:
-        assert "eepo train" in errors
+    assert "with 0 of 2 runs finished; the same command goes on" in errors
+    assert "--resume" not in errors

@@ -130,6 +130,17 @@ def test_a_comparison_is_taken_up_where_it_stopped(tmp_path: Path) -> None:
     assert [path.read_bytes() for path in done] == before
 
 
+def test_other_knobs_are_refused_before_anything_is_trained(
+    compared: tuple[Path, list[Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, _ = compared
+    grpo, eepo = both()
+    other = dataclasses.replace(eepo, algorithm=dataclasses.replace(eepo.algorithm, clip_high=0.3))
+    monkeypatch.setattr("eepo.comparison.build_trainer", lambda *_, **__: pytest.fail("a run is started"))
+    with pytest.raises(UserError, match=r"clip_high = 0.3, but .*eepo/seed-3/recipe.toml has 0.2; .*--set again"):
+        compare([grpo, other], 2, out, quiet())
+
+
 def test_more_seeds_can_be_added_later(compared: tuple[Path, list[Path]]) -> None:
     out, folders = compared
     before = [(folder / METRICS).read_bytes() for folder in folders]

@@ -88,7 +88,11 @@ MISTAKES = {
     "misspelt nested key": (in_section("training", "sead = 3"), ["training.sead", "3", "seed"]),
     "knob of another section": (in_section("algorithm", "seed = 3"), ["algorithm.seed", "3", "group_size"]),
     "section inside a section": ("[training.deep]\nx = 1", ["training.deep", '{"x": 1}', "num_steps"]),
-    "warmup section in a run": ("[supervised]\nnum_steps = 1", ["supervised", "num_steps", "training"]),
+    "warmup section in a run": ("[supervised]\nnum_steps = 1", ["warm-start recipe", "eepo warmup"]),
+    "warmup section beside one of a run": (
+        "[training]\nseed = 1\n[supervised]\nnum_steps = 1",
+        ["unknown key supervised", "allowed: name"],
+    ),
     # wrong types
     "string for a whole number": (in_section("training", 'seed = "one"'), ["training.seed", '"one"', "whole number"]),
     "digits in quotes": (in_section("training", 'seed = "1"'), ["training.seed", '"1"', "whole number"]),
@@ -216,7 +220,7 @@ def test_a_mistake_is_refused_in_one_line_with_key_value_and_what_is_allowed(
 
 WARMUP_MISTAKES = {
     "unknown key": (in_section("supervised", "num_step = 3"), ["supervised.num_step", "3", "num_steps"]),
-    "training section": ("[training]\nseed = 1", ["training", "supervised"]),
+    "training section": ("[training]\nseed = 1", ["a run's recipe", "eepo train"]),
     "no steps": (in_section("supervised", "num_steps = 0"), ["supervised.num_steps", "0", ">= 1"]),
     "zero learning rate": (in_section("supervised", "learning_rate = 0"), ["supervised.learning_rate", "0", "> 0"]),
     "unknown family": (in_section("scratch", 'family = "mamba"'), ["scratch.family", '"mamba"', '"llama", "qwen3"']),
@@ -266,6 +270,25 @@ def test_edges_of_ranges_are_allowed(tmp_path: Path) -> None:
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("countdown/epo", "countdown/eepo"),
+        ("eepo", "countdown/eepo or demo/eepo or paper/eepo"),
+        ("paper/qwen2.5-3b+eeop", "eepo"),
+    ],
+)
+def test_a_misspelt_recipe_is_told_what_was_meant(name: str, meant: str) -> None:
+    assert f"no such recipe; did you mean {meant}? give a TOML file or one of: " in refusal(name)
+
+
+def test_the_other_kind_of_recipe_is_told_its_command() -> None:
+    line = refusal("countdown/warmup")
+    assert line == "countdown/warmup is a warm-start recipe: eepo warmup countdown/warmup --out DIR"
+    line = refusal("countdown/eepo", ("supervised.num_steps=2",), recipe.load_warmup)
+    assert line.endswith("a run's recipe, not a warm start's: eepo train countdown/eepo --out DIR")
 
 
 def test_a_missing_recipe_is_refused_with_the_shipped_names(tmp_path: Path) -> None:
@@ -413,6 +436,43 @@ def test_a_bad_set_is_refused_in_one_line(override: str, fragments: list[str], t
     line = refusal(write(tmp_path, 'name = "x"\n'), (override,))
     for fragment in fragments:
         assert fragment in line
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("algorithm.unlern_lr=1", "algorithm.unlearn_lr"),
+        ("unlearn_lr=1", "algorithm.unlearn_lr"),
+        ("trainig.seed=1", "training.seed"),
+        ("algorithm.seed=1", "task.seed or training.seed or evaluation.seed"),
+        ("trainig=1", "training"),
+    ],
+)
+def test_an_unknown_knob_is_told_what_was_meant_and_that_set_brought_it(
+    override: str, meant: str, tmp_path: Path
+) -> None:
+    line = refusal(write(tmp_path, ""), (override,))
+    key = override.partition("=")[0]
+    assert line.startswith(f"--set: unknown key {key} = 1; did you mean {meant}? allowed: ")
+
+
+def test_a_knob_of_another_task_is_not_its_own_suggestion(tmp_path: Path) -> None:
+    line = refusal(write(tmp_path, ""), ("task.levels=[1]",))
+    assert line.startswith("--set: unknown key task.levels = [1]; allowed: name, num_numbers")
+
+
+def test_a_recipe_is_told_what_was_meant_too(tmp_path: Path) -> None:
+    path = write(tmp_path, in_section("algorithm", "unlern_lr = 1"))
+    assert refusal(path, ("training.seed=1",)).startswith(
+        f"{path}: unknown key algorithm.unlern_lr = 1; did you mean algorithm.unlearn_lr? allowed: group_size"
+    )
+
+
+def test_a_wrong_value_is_blamed_on_who_brought_it(tmp_path: Path) -> None:
+    path = write(tmp_path, in_section("training", "num_steps = 1.5"))
+    assert refusal(path, ("training.seed=1",)).startswith(f"{path}: training.num_steps = 1.5")
+    assert refusal(path, ("training.num_steps=2.5",)).startswith("--set: training.num_steps = 2.5")
+    assert refusal(path, ("task.name=chess", "training.num_steps=2")).startswith('--set: task.name = "chess"')
 
 
 # --- dump -------------------------------------------------------------------------------------------------------------

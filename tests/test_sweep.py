@@ -228,7 +228,7 @@ def test_a_folder_of_another_sweep_or_of_a_run_is_refused(
     swept: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
     out, _ = swept
-    with pytest.raises(UserError, match=r"algorithm.clip_high = 0.3, but"):
+    with pytest.raises(UserError, match=r"clip_high = 0.3, but .* --set again, or another --out$"):
         planned(out, PATHS, overrides=(*TINY, "algorithm.clip_high=0.3"))
     with pytest.raises(UserError, match="holds a run; a sweep needs a folder of its own"):
         planned(good_and_bad(out)[0], PATHS)

@@ -522,6 +522,8 @@ def test_resuming_with_a_changed_knob_is_refused_by_its_name_and_touches_nothing
     changed = dataclasses.replace(getattr(whole.config, section), **{knob: value})
     line = refusal(dataclasses.replace(whole.config, **{section: changed}), folder, resume=True)
     assert all(fragment in line for fragment in fragments)
+    assert "the same --set again" in line
+    assert line.endswith(f"eepo train {folder}/recipe.toml --out {folder} --resume")
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 

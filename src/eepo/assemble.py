@@ -38,7 +38,7 @@ from eepo.protocols import RolloutEngine, Task
 from eepo.rewards import build_grader, build_reward
 from eepo.rollout.embedded import embedded_engine
 from eepo.rollout.vllm import VLLMEngine
-from eepo.runlog import RunLog
+from eepo.runlog import RunLog, resume_command
 from eepo.tasks import build_task
 from eepo.tasks.countdown import build_tokenizer
 from eepo.trainer import Trainer
@@ -172,15 +172,18 @@ def check_length(model: Any, prompts: Iterable[Prompt], knob: str, max_new_token
         )
 
 
-def find_start(config: RunConfig | WarmupConfig, out: Path, resume: bool) -> Path | None:
-    """The checkpoint to go on from, if any. Writes nothing: a run that cannot begin leaves no folder behind."""
+def find_start(config: RunConfig | WarmupConfig, out: Path, resume: bool, advice: str = "") -> Path | None:
+    """The checkpoint to go on from, if any. Writes nothing: a run that cannot begin leaves no folder behind.
+
+    `advice`: what to do where the run there has other knobs; by default that of a single run.
+    """
     written = out / "recipe.toml"
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; give a folder")
     if written.exists() and not resume:
         raise UserError(f"--out {out} already holds a run; add --resume to go on with it, or give another folder")
     if written.exists():
-        _check_same(config, written)
+        _check_same(config, written, advice or _advice(config, out))
     return checkpoint.latest(out / "checkpoints") if written.exists() else None
 
 
@@ -222,16 +225,19 @@ def new_model(scratch: ScratchConfig, tokenizer: Any, seed: int) -> Any:
         return AutoModelForCausalLM.from_config(shape)
 
 
-def _check_same(config: RunConfig | WarmupConfig, written: Path) -> None:
+def _check_same(config: RunConfig | WarmupConfig, written: Path, advice: str) -> None:
     """A resumed run must be the same run: name the first knob that differs."""
-    before = dict(_flat(recipe.parse(type(config), recipe.read_toml(written), str(written))))
+    before = dict(_flat(recipe.load(type(config), written)))
     for key, new in _flat(config):
         old = before.get(key)
         if old != new and key not in FREE_TO_CHANGE:
-            raise UserError(
-                f"{key} = {new!r}, but the run in {written.parent} has {old!r}; "
-                "remove that folder or give another --out"
-            )
+            raise UserError(f"{key} = {new!r}, but {written} has {old!r}; {advice}")
+
+
+def _advice(config: RunConfig | WarmupConfig, out: Path) -> str:
+    """The usual cause is a forgotten --set."""
+    command = resume_command(out, "warmup" if isinstance(config, WarmupConfig) else "train")
+    return f"give the same --set again, or another --out, or go on with: {command}"
 
 
 def _flat(config: Any) -> list[tuple[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,6 +40,21 @@ Line = Annotated[
 Seeds = Annotated[int, typer.Option("--seeds", min=1, help="How many seeds for each recipe, from the recipe's own on.")]
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"eepo {version('eepo')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version, and end.")
+    ] = False,
+) -> None:
+    """What goes without a command."""
+
+
 @app.command()
 def demo(out: Out = Path("runs/demo"), seeds: Seeds = 1, overrides: Overrides = None) -> None:
     """Train a small policy with GRPO and with EEPO on the CPU, compare them, and write a page with pictures."""
@@ -56,6 +72,7 @@ def warmup(recipe: Recipe, out: Out, overrides: Overrides = None, resume: Resume
     from eepo.recipe import load_warmup
 
     progress = Progress()
+    _say_start(out, resume, progress)
     final = assemble.build_warmup(load_warmup(recipe, overrides or ()), out, resume, progress).run()
     progress.say(f"weights: {final}")
 
@@ -67,6 +84,7 @@ def train(recipe: Recipe, out: Out, overrides: Overrides = None, resume: Resume 
     from eepo.recipe import load_run
 
     progress = Progress()
+    _say_start(out, resume, progress)
     final = assemble.build_trainer(load_run(recipe, overrides or ()), out, resume, progress).run()
     progress.say(f"weights: {final}")
     progress.say(f"see it with: eepo report {out} --out report.html")
@@ -283,6 +301,12 @@ def export_verl(recipe: Recipe, overrides: Overrides = None) -> None:
     from eepo.recipe import load_run
 
     print(command_line(load_run(recipe, overrides or ())))
+
+
+def _say_start(out: Path, resume: bool, progress: Progress) -> None:
+    """--resume is no mistake where nothing is yet, for scripts that always give it; but --out may be misspelt."""
+    if resume and not (out / "recipe.toml").exists():
+        progress.say(f"no run in {out} yet: starts at step 1")
 
 
 def _compare(

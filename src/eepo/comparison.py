@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eepo import recipe
-from eepo.assemble import build_trainer
+from eepo.assemble import build_trainer, find_start
 from eepo.config import RunConfig
 from eepo.progress import Progress
-from eepo.trainer import trained_seconds
+from eepo.trainer import Interrupted, Stopped, trained_seconds
 from eepo.types import UserError
 
 FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,99}")
@@ -33,14 +33,22 @@ def compare(
         raise UserError("--equal-time needs a baseline and at least one more recipe, got 1 recipe")
     planned = [(place, config, index) for index in range(num_seeds) for place, config in enumerate(configs)]
     for place, config, index in planned:
-        _check_limit(_folder(out, config, index), (equal_time and place > 0) or config.training.max_seconds > 0)
+        folder = _folder(out, config, index)
+        _check_limit(folder, (equal_time and place > 0) or config.training.max_seconds > 0)
+        _check_knobs(with_seed(config, config.training.seed + index, evaluate_start=False), folder)
     folders = []
     for place, config, index in planned:
         seeded = with_seed(config, config.training.seed + index, evaluate_start=place == 0 and index == 0)
         if equal_time and place > 0:
             seeded = with_seconds(seeded, trained_seconds(_folder(out, configs[0], index)))
         folders.append(_folder(out, config, index))
-        build_trainer(seeded, folders[-1], resume=True, progress=progress).run()
+        trainer = build_trainer(seeded, folders[-1], resume=True, progress=progress)
+        try:
+            trainer.run()
+        except Stopped as stop:
+            done = f"with {len(folders) - 1} of {len(planned)} runs finished"
+            where = f"stopped after step {trainer.step} of {folders[-1]}"
+            raise Interrupted(f"{where}, {done}; the same command goes on") from stop
     return sorted(folders, key=lambda folder: names.index(folder.parent.name))
 
 
@@ -84,3 +92,8 @@ def _check_limit(folder: Path, by_time: bool) -> None:
             raise UserError(
                 f"{folder} holds a run ended {words[held]}, this one is ended {words[by_time]}; give another --out"
             )
+
+
+def _check_knobs(config: RunConfig, folder: Path) -> None:
+    """Before the first run is trained, not after it."""
+    find_start(config, folder, resume=True, advice="give the same recipes and --set again, or another --out")

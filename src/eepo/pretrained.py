@@ -55,7 +55,8 @@ def resolve(path: str) -> str:
             return str(candidate)
     if folder.is_dir() or path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise UserError(
-            f'model.path = "{path}": no config.json there; give a folder, a run, or a hub name (owner/name)'
+            f'model.path = "{path}": no config.json there; give a model\'s folder, one that eepo warmup or eepo train '
+            "leaves, or a hub name (owner/name)"
         )
     return path
 

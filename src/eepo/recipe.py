@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import math
+import shlex
 import tomllib
 import types
 import typing
@@ -20,16 +22,25 @@ Config = TypeVar("Config", bound=RunConfig | WarmupConfig)
 
 def load_run(recipe: str | Path, overrides: typing.Sequence[str] = ()) -> RunConfig:
     """The training recipe at `recipe`: a file, or a shipped name such as `countdown/eepo`."""
-    return parse(RunConfig, _tables(recipe, overrides), str(recipe))
+    return load(RunConfig, recipe, overrides)
 
 
 def load_warmup(recipe: str | Path, overrides: typing.Sequence[str] = ()) -> WarmupConfig:
-    return parse(WarmupConfig, _tables(recipe, overrides), str(recipe))
+    return load(WarmupConfig, recipe, overrides)
 
 
-def parse(kind: type[Config], tables: dict[str, Any], source: str) -> Config:
-    """`tables` as a `kind`; raises `UserError` naming the first key that is wrong."""
-    config = _read(kind, tables, source, prefix="")
+def load(kind: type[Config], recipe: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
+    tables = _tables(recipe)
+    _check_kind(kind, tables, str(recipe))
+    given = {_override(tables, override, kind) for override in overrides}
+    return parse(kind, tables, str(recipe), given)
+
+
+def parse(
+    kind: type[Config], tables: dict[str, Any], source: str, given: typing.Collection[str] = frozenset()
+) -> Config:
+    """`tables` as a `kind`; raises `UserError` naming the first key that is wrong. `given`: knobs that --set set."""
+    config = _read(kind, tables, Source(source, _knobs(kind), given), prefix="")
     broken = check_run(config) if isinstance(config, RunConfig) else check_task(config.task)
     if broken is not None:
         raise UserError(f"{source}: {broken}")
@@ -38,7 +49,7 @@ def parse(kind: type[Config], tables: dict[str, Any], source: str) -> Config:
 
 def read_section(kind: type[Any], table: dict[str, Any], source: str, prefix: str) -> Any:
     """One section alone as a `kind`, for hosts that bring their own file format; `prefix` is how they name it."""
-    return _read(kind, table, source, prefix)
+    return _read(kind, table, Source(source, [f"{prefix}{knob}" for knob in _knobs(kind)]), prefix)
 
 
 def dump(config: Any) -> str:
@@ -51,8 +62,11 @@ def dump(config: Any) -> str:
     return "\n".join(lines) + "\n"
 
 
-def find(recipe: str | Path) -> Path:
-    """A recipe's file: the path as given, else one of the shipped recipes by name."""
+def find(recipe: str | Path, beside: typing.Sequence[str] = ()) -> Path:
+    """A recipe's file: the path as given, else one of the shipped recipes by name.
+
+    `beside`: names that it may have meant before all others.
+    """
     path = Path(recipe)
     if path.is_file():
         return path
@@ -61,7 +75,8 @@ def find(recipe: str | Path) -> Path:
             if (folder / name).is_file():
                 return folder / name
     names = sorted(str(p.relative_to(f).with_suffix("")) for f in recipe_folders() for p in f.rglob("*.toml"))
-    raise UserError(f"{recipe}: no such recipe; give a TOML file or one of: {', '.join(names)}")
+    guess = _guess(_closest(str(recipe), beside, "/") or _closest(str(recipe), names, "/"))
+    raise UserError(f"{recipe}: no such recipe; {guess}give a TOML file or one of: {', '.join(names)}")
 
 
 def recipe_folders() -> list[Path]:
@@ -70,17 +85,27 @@ def recipe_folders() -> list[Path]:
     return [folder for folder in (package / "recipes", package.parents[1] / "recipes") if folder.is_dir()]
 
 
-def _tables(recipe: str | Path, overrides: typing.Sequence[str]) -> dict[str, Any]:
+def _tables(recipe: str | Path) -> dict[str, Any]:
     """`a/model+method` is the method's file, from the same folder if it is there, laid over the model's."""
     first, *others = str(recipe).split("+") if not Path(recipe).is_file() else [str(recipe)]
     path = find(first)
     tables = read_toml(path)
     for other in others:
         beside = path.parent / f"{other}.toml"
-        tables = _merged(tables, read_toml(beside if beside.is_file() else find(other)))
-    for override in overrides:
-        _override(tables, override)
+        stems = sorted(file.stem for file in path.parent.glob("*.toml"))
+        tables = _merged(tables, read_toml(beside if beside.is_file() else find(other, stems)))
     return tables
+
+
+def _check_kind(kind: type[Config], tables: dict[str, Any], source: str) -> None:
+    """The other kind of recipe is known by sections that only it has."""
+    runs, warmups = ({field.name for field in dataclasses.fields(one)} for one in (RunConfig, WarmupConfig))
+    sections = {key for key, value in tables.items() if isinstance(value, dict)}
+    for_run, for_warmup = sections & (runs - warmups), sections & (warmups - runs)
+    if kind is RunConfig and for_warmup and not for_run:
+        raise UserError(f"{source} is a warm-start recipe: eepo warmup {shlex.quote(source)} --out DIR")
+    if kind is WarmupConfig and for_run and not for_warmup:
+        raise UserError(f"{source} is a run's recipe, not a warm start's: eepo train {shlex.quote(source)} --out DIR")
 
 
 def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -107,8 +132,8 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _override(tables: dict[str, Any], override: str) -> None:
-    """Apply one `a.b=value`. The value is TOML if it reads as TOML, else a bare string."""
+def _override(tables: dict[str, Any], override: str, kind: Any) -> str:
+    """Apply one `a.b=value`; returns `a.b`. The value is TOML if it reads as TOML, else a bare string."""
     key, equals, text = override.partition("=")
     *parents, name = key.strip().split(".")
     if not equals or not all([*parents, name]):
@@ -122,26 +147,74 @@ def _override(tables: dict[str, Any], override: str) -> None:
         if not isinstance(tables, dict):
             raise UserError(f"--set {override}: {parent} is a value, not a section")
     tables[name] = value
+    knob, known = key.strip(), _knobs(kind)
+    if knob not in known:
+        section = f"{parents[0]}." if parents and parents[0] in known else ""
+        allowed = [one.removeprefix(section) for one in known if one.startswith(section)]
+        raise _unknown("--set", knob, value, [one for one in allowed if "." not in one], known)
+    return knob
 
 
-def _read(kind: Any, tables: dict[str, Any], source: str, prefix: str) -> Any:
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where values come from, for error lines: a recipe, except for knobs that were given with --set."""
+
+    recipe: str
+    known: typing.Sequence[str]  # every knob of every section
+    given: typing.Collection[str] = frozenset()
+
+    def of(self, knob: str) -> str:
+        return "--set" if knob in self.given else self.recipe
+
+
+def _knobs(kind: Any) -> list[str]:
+    """All that may be set: sections, and knobs as `section.knob`."""
+    names: list[str] = []
+    for key, hint in typing.get_type_hints(kind).items():
+        names += [key, *(f"{key}.{field.name}" for part in _sections(hint) for field in dataclasses.fields(part))]
+    return list(dict.fromkeys(names))
+
+
+def _unknown(
+    source: str, knob: str, value: Any, allowed: typing.Iterable[str], known: typing.Sequence[str]
+) -> UserError:
+    guess = _guess(_closest(knob, [one for one in known if one != knob], "."))
+    return UserError(f"{source}: unknown key {knob} = {_short(value)}; {guess}allowed: {', '.join(allowed)}")
+
+
+def _closest(word: str, names: typing.Sequence[str], separator: str) -> list[str]:
+    """What was meant: names that end alike, for the part before may be missing; fewer where the whole is alike."""
+
+    def last(name: str) -> str:
+        return name.rpartition(separator)[2]
+
+    ending = difflib.get_close_matches(last(word), [last(name) for name in names], n=1)
+    alike = [name for name in names if last(name) in ending]
+    return difflib.get_close_matches(word, alike, n=1, cutoff=0.8) or alike[:3]
+
+
+def _guess(names: typing.Sequence[str]) -> str:
+    return f"did you mean {' or '.join(names)}? " if names else ""
+
+
+def _read(kind: Any, tables: dict[str, Any], source: Source, prefix: str) -> Any:
     hints = typing.get_type_hints(kind)
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for key in tables:
         if key not in fields:
-            raise UserError(
-                f"{source}: unknown key {prefix}{key} = {_short(tables[key])}; allowed: {', '.join(fields)}"
-            )
+            knob = f"{prefix}{key}"
+            raise _unknown(source.of(knob), knob, tables[key], fields, source.known)
     values = {}
     for key, value in tables.items():
-        kinds = _sections(hints[key])
+        kinds, knob = _sections(hints[key]), f"{prefix}{key}"
+        where = f"{source.of(knob)}: {knob} = {_short(value)}"
         if kinds:
             if not isinstance(value, dict):
-                raise UserError(f"{source}: {prefix}{key} = {_short(value)} must be a section: [{prefix}{key}]")
-            chosen = _chosen(kinds, value, f"{source}: {prefix}{key}.name")
-            values[key] = _read(chosen, value, source, f"{prefix}{key}.")
+                raise UserError(f"{where} must be a section: [{knob}]")
+            chosen = _chosen(kinds, value, f"{source.of(f'{knob}.name')}: {knob}.name")
+            values[key] = _read(chosen, value, source, f"{knob}.")
         else:
-            values[key] = _value(hints[key], value, fields[key].metadata, f"{source}: {prefix}{key} = {_short(value)}")
+            values[key] = _value(hints[key], value, fields[key].metadata, where)
     return kind(**values)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,11 @@ from eepo.types import UserError
 METRICS, EVALUATIONS, COMPLETIONS = "metrics.jsonl", "evaluations.jsonl", "completions.jsonl"
 ALARMS = "alarms.jsonl"
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "tokenizers")
+
+
+def resume_command(folder: Path, command: str = "train") -> str:
+    """What goes on with the run in `folder` whatever --set it was started with: its own recipe holds every knob."""
+    return f"eepo {command} {shlex.quote(str(folder / 'recipe.toml'))} --out {shlex.quote(str(folder))} --resume"
 
 
 class RunLog:

@@ -161,7 +161,8 @@ def _point(recipe_name: str, overrides: Sequence[str], choice: Sequence[tuple[st
     try:
         config = recipe.load_run(recipe_name, [*overrides, *changes])
     except UserError as error:
-        raise UserError(f"--grid {' --grid '.join(changes)}: {error}") from error
+        why = str(error).removeprefix("--set: ")  # the user's own --set were read before
+        raise UserError(f"--grid {' --grid '.join(changes)}: {why}") from error
     values = {}
     for knob, _ in choice:  # as read: 1 and 1.0 are one value where a number is expected
         section, name = knob.split(".")
@@ -173,9 +174,10 @@ def _check_folder(sweep: Sweep) -> None:
     """What is in the folder must be of this sweep, knob for knob."""
     if (sweep.out / METRICS).exists():
         raise UserError(f"--out {sweep.out} holds a run; a sweep needs a folder of its own")
-    find_start(sweep.base, sweep.out, resume=True)
+    advice = "give the same recipe and --set again, or another --out"
+    find_start(sweep.base, sweep.out, True, advice)
     for point, seed in sweep.runs:
-        find_start(point.run_config(seed), sweep.folder(point, seed), resume=True)
+        find_start(point.run_config(seed), sweep.folder(point, seed), True, advice)
 
 
 def check_set(sweep: Sweep, name: str) -> None:

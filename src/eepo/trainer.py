@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 import signal
 import threading
 from collections.abc import Iterator
@@ -21,12 +20,16 @@ from eepo.loggers import Logger, evaluation_scalars, metric_scalars
 from eepo.metrics import StepMetrics
 from eepo.progress import Bar, Progress
 from eepo.protocols import Task
-from eepo.runlog import ALARMS, COMPLETIONS, EVALUATIONS, METRICS, RunLog, read_lines
+from eepo.runlog import ALARMS, COMPLETIONS, EVALUATIONS, METRICS, RunLog, read_lines, resume_command
 from eepo.types import Prompt, Rollout, Sampling, UserError
 
 
 class Interrupted(UserError):
     """Asked to stop, by the user or an alarm; a checkpoint of the last whole step is on disk."""
+
+
+class Stopped(Interrupted):
+    """By the user, with Ctrl-C or SIGTERM."""
 
 
 @dataclass
@@ -82,7 +85,7 @@ class Trainer:
                 if due or stop.is_set() or alarm or self.done:
                     self._save()
                 if stop.is_set():
-                    raise Interrupted(f"stopped after step {self.step}; go on with: {self._resume_command()}")
+                    raise Stopped(f"stopped after step {self.step}; go on with: {resume_command(self.log.folder)}")
                 if alarm and not self.done:
                     raise Interrupted(self._stop_line(alarm))
         final, finished = self.log.folder / "final", self._evaluated("full")
@@ -103,14 +106,10 @@ class Trainer:
         most = self.config.training.max_seconds
         return math.ceil(min(self.seconds, most)) if most else self.step
 
-    def _resume_command(self) -> str:
-        folder = shlex.quote(str(self.log.folder))
-        return f"eepo train {shlex.quote(str(self.log.folder / 'recipe.toml'))} --out {folder} --resume"
-
     def _stop_line(self, event: Event) -> str:
         return (
             f"stopped after step {self.step} by an alarm: {event.alarm}; {ADVICE[event.alarm.name]}; "
-            f"go on as it is with: {self._resume_command()} --set alarm.action=warn"
+            f"go on as it is with: {resume_command(self.log.folder)} --set alarm.action=warn"
         )
 
     def _heed(self, row: dict[str, Any]) -> Event | None:

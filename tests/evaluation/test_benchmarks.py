@@ -359,14 +359,14 @@ def refusal(options: BenchmarkOptions, out: Path, **changed: Any) -> str:
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"max_new_tokens": 13}, ["max_new_tokens = 13", "has 12"]),
-        ({"num_samples": 4}, ["num_samples = 4", "has 2"]),
-        ({"num_samples": 0}, ["num_samples = 0", "has 2"]),
-        ({"temperature": 0.5}, ["temperature = 0.5", "has 1.0"]),
-        ({"seed": 1}, ["seed = 1", "has 0"]),
-        ({"limit": 2}, ["limit = 2", "has 3"]),
-        ({"template": "{problem} "}, ["template"]),
-        ({"reward": "math"}, ["reward = 'math'"]),
+        ({"max_new_tokens": 13}, ["--max-new-tokens 13", "has 12"]),
+        ({"num_samples": 4}, ["--samples 4", "has 2"]),
+        ({"num_samples": 0}, ["--samples 0", "has 2"]),
+        ({"temperature": 0.5}, ["--temperature 0.5", "has 1.0"]),
+        ({"seed": 1}, ["--seed 1", "has 0"]),
+        ({"limit": 2}, ["--limit 2", "has 3"]),
+        ({"template": "{problem} "}, ["--template"]),
+        ({"reward": "math"}, ["--reward 'math'"]),
     ],
 )
 def test_another_evaluation_is_refused_in_the_same_folder(

@@ -101,7 +101,13 @@ def test_the_input_may_be_the_output_and_a_failure_loses_nothing(tmp_path: Path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["in.jsonl"]
 
 
-@pytest.mark.parametrize("out", ["nowhere/out.jsonl", "."])
+def test_the_folder_of_the_output_is_made(tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", {"gold": "1", "completion": "1"})
+    grade(path, "--out", str(tmp_path / "new" / "deep" / "out.jsonl"), "--reward", "exact")
+    assert json.loads((tmp_path / "new" / "deep" / "out.jsonl").read_text())["correct"] is True
+
+
+@pytest.mark.parametrize("out", ["in.jsonl/out.jsonl", "."])
 def test_an_output_that_cannot_be_written(out: str, tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", {"gold": "1", "completion": "1"})
     with pytest.raises(UserError, match="cannot be written"):

@@ -231,6 +231,17 @@ def test_an_empty_file_is_refused(text: str, tmp_path: Path) -> None:
     assert error_of(str(path)) == f"{path}: the data set is empty"
 
 
+def test_an_empty_file_and_one_without_a_level_are_named_with_their_folder(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text("")
+    with pytest.raises(UserError) as caught:
+        read_problems("p.jsonl", data_dir=str(tmp_path))
+    assert str(caught.value) == f"{tmp_path / 'p.jsonl'}: the data set is empty"
+    (tmp_path / "p.jsonl").write_text(json.dumps({"problem": "1 + 1", "answer": "2", "level": 1}))
+    with pytest.raises(UserError) as caught:
+        read_problems("p.jsonl", data_dir=str(tmp_path), levels=[5])
+    assert str(caught.value).startswith(f"{tmp_path / 'p.jsonl'}: no problem of task.levels = [5]")
+
+
 def test_a_json_file_must_be_a_list_of_objects(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     path.write_text(json.dumps({"rows": ROWS}))

@@ -35,6 +35,10 @@ def writing(path: Path | None) -> Iterator[TextIO]:
     if path is None:
         yield sys.stdout
         return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {path}: cannot be written ({error.strerror})") from error
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with aside.open("w", encoding="utf-8") as file:

@@ -16,6 +16,10 @@ from eepo.types import UserError
 
 SETTINGS, COMPLETIONS = "settings.json", "completions"
 SAMPLES = ("num_samples", "temperature", "seed")  # may be added to a greedy evaluation, not changed
+OPTIONS = {"num_samples": "--samples"} | {  # settings under the name by which `eepo eval` knows them
+    name: f"--{name.replace('_', '-')}"
+    for name in ("max_new_tokens", "max_prompt_tokens", "limit", "temperature", "seed", "template", "reward")
+}
 UNREAD = ("prompt", "gold", "text", "reason")  # what no estimate needs: completions may fill gigabytes
 
 
@@ -41,8 +45,9 @@ class Store:
         free = ("benchmarks", *(SAMPLES if before.get("num_samples") == 0 else ()))
         for key, new in settings.items():
             if before and key not in free and before.get(key) != new:
+                said = f"{OPTIONS[key]} {new!r}" if key in OPTIONS else f"{key} = {new!r}"
                 raise UserError(
-                    f"{key} = {new!r}, but the evaluation in {self.folder} has {before.get(key)!r}; give another --out"
+                    f"{said}, but the evaluation in {self.folder} has {before.get(key)!r}; give another --out"
                 )
         for name, new in settings.get("benchmarks", {}).items():
             if before and before["benchmarks"].get(name, new) != new:

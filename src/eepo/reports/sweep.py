@@ -108,8 +108,16 @@ def make_scale(runs: Sequence[Run], measure: str, on: str) -> Scale:
         raise UserError(f"--on {on} must be one of {', '.join(shared)}")
     scale = Scale(measure, (on,) if on else tuple(shared))
     if lacking := next((run for run in runs if scale.score(run) is None), None):
-        raise UserError(f"--measure {measure} is not in the evaluations of {lacking.folder}")
+        allowed = ", ".join(_measures_of(lacking, scale.sets))
+        raise UserError(f"--measure {measure} is not in the evaluations of {lacking.folder}; allowed: {allowed}")
     return scale
+
+
+def _measures_of(run: Run, sets: Sequence[str]) -> list[str]:
+    """Those that its evaluation of every set has."""
+    rows = [row for name in sets if (row := run.full_evaluation(name))]
+    names = ["greedy", "mean", "distinct", *(f"pass@{k}" for k in sorted(map(int, rows[0].get("pass@k", {}))))]
+    return [name for name in names if all(value(row, name) is not None for row in rows)]
 
 
 def best_point(result: SweepResult, scale: Scale) -> SweptPoint:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eepo.boxed import last_boxed
-from eepo.tasks.rows import SUFFIXES, Columns, check_columns, find_reader, stem
+from eepo.tasks.rows import SUFFIXES, Columns, check_columns, find_file, find_reader, stem
 from eepo.types import UserError
 
 __all__ = ["SUFFIXES", "Columns", "Problem", "marked_answer", "read_problems", "split_at_mark", "stem"]
@@ -60,9 +60,10 @@ def read_problems(
             raise UserError(f"{where}: id {_short(problem.id)} is also that of {seen[problem.id]}; ids must be unique")
         seen[problem.id] = where
         problems.append(problem)
+    where = str(find_file(source, data_dir) or source)
     if not problems:
-        raise UserError(f"{source}: the data set is empty")
-    return _of_levels(problems, levels, source, columns.level) if levels else problems
+        raise UserError(f"{where}: the data set is empty")
+    return _of_levels(problems, levels, where, columns.level) if levels else problems
 
 
 def _problem(row: dict[str, Any], where: str, columns: Columns, source: str, index: int) -> Problem:

@@ -45,10 +45,18 @@ def column_names(file: Path) -> list[str]:
     return list(first[1]) if first else []
 
 
+def find_file(source: str, data_dir: str) -> Path | None:
+    """In `data_dir`, else here."""
+    return next((place for place in _places(source, data_dir) if place.is_file()), None)
+
+
+def _places(source: str, data_dir: str) -> list[Path]:
+    return list(dict.fromkeys((Path(data_dir) / source, Path(source))))
+
+
 def find_reader(source: str, columns: Columns, split: str, data_dir: str) -> Callable[[], Iterator[Row]]:
     """What reads the rows of `source`: it may be a file or a name, and a wrong one must not sound like the other."""
-    places = list(dict.fromkeys((Path(data_dir) / source, Path(source))))
-    file = next((place for place in places if place.is_file()), None)
+    file = find_file(source, data_dir)
     hub = HUB_NAME.fullmatch(source)
     if file is not None:
         if file.suffix not in _READERS:
@@ -57,7 +65,7 @@ def find_reader(source: str, columns: Columns, split: str, data_dir: str) -> Cal
     if hub and (hub[2] or Path(source).suffix not in SUFFIXES):
         return lambda: _hub_rows(hub[1], hub[2] or "", split, columns)
     if Path(source).suffix in SUFFIXES:
-        raise UserError(f"{source}: no such file; looked for {' and '.join(map(str, places))}")
+        raise UserError(f"{source}: no such file; looked for {' and '.join(map(str, _places(source, data_dir)))}")
     raise UserError(
         f"{source!r} is neither a {', '.join(SUFFIXES)} file nor a hub data set (owner/name or owner/name:config)"
     )
