@@ -246,8 +246,11 @@ def run(plan: Plan, phase: str, num_jobs: int, regimes: Sequence[str], methods: 
         raise SystemExit(f"{failed} of {len(jobs)} runs failed; the same command tries them again")
 
 
-def tables(plan: Plan, regimes: Sequence[str] = (), names: Sequence[str] = ()) -> str:
-    """Markdown: for each regime what every method did in training, then, set by set, what came of it."""
+def tables(plan: Plan, regimes: Sequence[str] = (), names: Sequence[str] = (), against: str = "") -> str:
+    """Markdown: for each regime what every method did in training, then, set by set, what came of it.
+
+    Differences are to the plan's first method, or to `against`.
+    """
     found = plan.done("report")
     parts = []
     for regime in regimes or plan.tables["regimes"]:
@@ -256,12 +259,13 @@ def tables(plan: Plan, regimes: Sequence[str] = (), names: Sequence[str] = ()) -
         if not methods:
             continue
         first = next(iter(methods))
+        chosen = next((title for title, own in methods.items() if own[0]["method"] == against), "")
         shown = {title: own for title, own in methods.items() if not names or own[0]["method"] in names}
         parts.append(_table(f"{regime}, training", ["", "seeds", *TOLD.values()], map(_training_row, shown.values())))
         for where in records.evaluation_sets([as_run(line) for line in here]):
             rows = []
             for own in shown.values():
-                other = _other(plan, own[0]) or first
+                other = chosen or _other(plan, own[0]) or first
                 note = "" if other == first else f" (to {other})"
                 rows.append(_row(methods.get(other, []), own, where, note))
             parts.append(_table(f"{regime}, {where.replace('_', ' ')}", ["", *MEASURES], rows))
@@ -373,6 +377,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--regime", action="append", default=[], help="only this one; repeatable")
     parser.add_argument("--method", action="append", default=[], help="only this one; repeatable")
+    parser.add_argument("--against", default="", help="of tables: the method that differences are to; else the first")
     parser.add_argument("--into", type=Path, default=Path("docs/results/figures"), help="where figures go")
     args = parser.parse_args()
     try:
@@ -381,14 +386,14 @@ def main() -> None:
         if not args.plan.is_file():
             raise UserError(f"{args.plan}: no such plan")
         plan = Plan(read_toml(args.plan), args.out)
-        plan.check(args.regime, args.method)
+        plan.check(args.regime, [*args.method, *filter(None, [args.against])])
         if args.action == "run":
             run(plan, args.phase, args.jobs, args.regime, args.method)
         elif args.action == "list":
             wanted = plan.runs(args.phase, args.regime, args.method)
             print("\n".join(" ".join(plan.command(one, one.folder)) for one in wanted))
         elif args.action == "tables":
-            print(tables(plan, args.regime, args.method))
+            print(tables(plan, args.regime, args.method, args.against))
         else:
             figures(plan, args.into, args.method, args.plan.stem)
     except UserError as error:

@@ -12,13 +12,13 @@ import torch
 from rich.console import Console
 
 from eepo import assemble
-from eepo.assemble import build_trainer
+from eepo.assemble import build_trainer, check_length
 from eepo.config import AlgorithmConfig, CountdownConfig, ModelConfig, RolloutConfig, RunConfig, TrainingConfig
 from eepo.metrics import StepMetrics
 from eepo.policy import Policy
 from eepo.progress import Progress
 from eepo.trainer import Trainer
-from eepo.types import Sampling, UserError
+from eepo.types import Prompt, Sampling, UserError
 
 TINY = RunConfig(
     task=CountdownConfig(num_evaluation=2),
@@ -79,6 +79,12 @@ def test_prompts_and_completions_longer_than_the_model_has_positions_are_refused
         f"give at most {128 - longest}, or shorter prompts"
     )
     assert build(asked(128 - longest), tmp_path / "fits")
+
+
+def test_a_prompt_that_leaves_no_room_is_told_to_be_shorter(new_model: Any) -> None:
+    model = new_model("llama", max_position_embeddings=8)
+    with pytest.raises(UserError, match=r"tokens is more than the model's 8 positions; give shorter prompts$"):
+        check_length(model, [Prompt("", "", (5,) * 8)], "--max-new-tokens", 1)
 
 
 def test_the_engine_is_copied_before_the_policy_packs_its_model(

@@ -126,6 +126,16 @@ def test_a_difference_that_is_none_by_chance_is_bold(study: Any, plan: Any, tmp_
     assert "0.603<br>**+0.203 [+0.189, +0.218]**" in study.tables(plan)
 
 
+def test_differences_may_be_to_another_method(study: Any, plan: Any, tmp_path: Path) -> None:
+    reported = [line("grpo", "1e-5", seed, 0.3) for seed in range(3)] + [
+        line("eepo", "", seed, 0.5) for seed in range(3)
+    ]
+    write(tmp_path / "report.jsonl", reported)
+    (row,) = [row for row in study.tables(plan, names=["grpo"], against="eepo").splitlines() if "(to eepo)" in row]
+    assert row.startswith("| grpo 1e-5 (to eepo) |")
+    assert "0.300<br>**-0.200 [-0.200, -0.200]**" in row
+
+
 def test_what_ran_before_tuning_chose_another_value_does_not_count(study: Any, plan: Any, tmp_path: Path) -> None:
     stale = [line("grpo", "1e-4", seed, 0.1) for seed in range(3)]
     reported = [line("grpo", "1e-5", seed, 0.5) for seed in range(3)] + [

@@ -166,9 +166,10 @@ def check_length(model: Any, prompts: Iterable[Prompt], knob: str, max_new_token
     positions = getattr(model.config, "max_position_embeddings", None)
     longest = max((len(prompt.token_ids) for prompt in prompts), default=0)
     if positions is not None and longest + max_new_tokens > positions:
+        room = f"at most {positions - longest}, or " if longest < positions else ""
         raise UserError(
             f"{knob} {max_new_tokens} after a prompt of {longest} tokens is more than the model's {positions} "
-            f"positions; give at most {positions - longest}, or shorter prompts"
+            f"positions; give {room}shorter prompts"
         )
 
 

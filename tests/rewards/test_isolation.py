@@ -182,6 +182,12 @@ def test_a_function_that_is_not_there_is_said_so(pool: Pool) -> None:
         build_reward(RewardConfig(name="my_judge:no_such", num_workers=1), CountdownConfig())
 
 
+def test_a_function_that_another_module_brings_is_looked_for_later(pool: Pool, tmp_path: Path) -> None:
+    pool()
+    (tmp_path / "forwarding.py").write_text("from my_judge import *  # caf\u00e9", encoding="latin-1")
+    assert build_reward(RewardConfig(name="forwarding:judge", num_workers=1), CountdownConfig())
+
+
 @pytest.mark.parametrize("name", ["countdown", "reasoning_gym", "auto", "nothing"])
 def test_texts_are_graded_by_what_grades_texts(name: str) -> None:
     with pytest.raises(UserError, match=f"--reward {name} must be math, exact or module:function"):

@@ -61,5 +61,6 @@ def _check_function(name: str) -> None:
     if found is None:
         raise UserError(f'reward.name = "{name}": there is no module {module} here or in the environment')
     source = Path(found.origin or "")
-    if source.suffix == ".py" and not re.search(rf"\b{function}\b", source.read_text("utf-8")):
+    text = source.read_text("utf-8", "replace") if source.suffix == ".py" else ""
+    if text and not re.search(rf"\b{function}\b|import \*|__getattr__", text):  # the last two may bring any name
         raise UserError(f'reward.name = "{name}": {source} has no function {function}')
