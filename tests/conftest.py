@@ -103,16 +103,17 @@ def demo_prompts(tokenizer: Any) -> list[Prompt]:
 
 @pytest.fixture(scope="session")
 def ragged_pairs(tokenizer: Any) -> Callable[..., list[tuple[Prompt, Completion]]]:
-    """Random prompts of 1 to 7 tokens with random completions of 1 to 10."""
+    """Random prompts of 1 to 7 tokens with random completions of 1 to 10; `group` completions each."""
 
-    def build(number: int, seed: int = 0) -> list[tuple[Prompt, Completion]]:
+    def build(number: int, seed: int = 0, group: int = 1) -> list[tuple[Prompt, Completion]]:
         rng = random.Random(seed)
         pairs = []
         for index in range(number):
-            prompt = tuple(rng.randrange(2, len(tokenizer)) for _ in range(rng.randint(1, 7)))
+            if index % group == 0:
+                prompt = tuple(rng.randrange(2, len(tokenizer)) for _ in range(rng.randint(1, 7)))
             ids = tuple(rng.randrange(2, len(tokenizer)) for _ in range(rng.randint(1, 10)))
             completion = Completion(ids, tuple(-rng.random() for _ in ids), "", True)
-            pairs.append((Prompt(f"random/{index}", "", prompt), completion))
+            pairs.append((Prompt(f"random/{index // group}", "", prompt), completion))
         return pairs
 
     return build

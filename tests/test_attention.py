@@ -67,11 +67,13 @@ def assert_same_gradient(got: dict[str, Tensor], expected: dict[str, Tensor]) ->
         assert error <= 2e-5 * max(1.0, gradient.abs().max().item()), f"{name}: off by {error}"
 
 
+@pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize(("family", "shape"), FAMILIES, ids=NAMES)
 def test_packed_scores_and_gradients_are_the_padded_ones(
-    family: str, shape: dict[str, Any], new_model: Any, ragged_pairs: Any
+    family: str, shape: dict[str, Any], group: int, new_model: Any, ragged_pairs: Any
 ) -> None:
-    model, pairs = new_model(family, **shape), ragged_pairs(6)
+    """With prompts that several completions share, too."""
+    model, pairs = new_model(family, **shape), ragged_pairs(6, group=group)
     padded, packed = Policy(copy.deepcopy(model), 60, 7), pack(Policy(model, 60, 7))
     assert packed.packed
     assert not padded.packed

@@ -70,6 +70,48 @@ def test_tensors_are_the_rows_they_name(shapes: list[tuple[int, int]], max_token
                 assert batch.inputs.attention_mask[place].tolist() == filled
 
 
+grouped = st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(1, 12), min_size=1, max_size=5)), min_size=1)
+
+
+@given(grouped, st.integers(1, 120))
+def test_completions_of_one_prompt_share_it(groups: list[tuple[int, list[int]]], max_tokens: int) -> None:
+    """A token is there once; each sequence still finds all of its own, in order."""
+    fresh = itertools.count(1)
+    pairs = []
+    for index, (num_prompt, completions) in enumerate(groups):
+        prompt = Prompt(str(index), "", tuple(next(fresh) for _ in range(num_prompt)))
+        pairs += [(prompt, Completion(tuple(next(fresh) for _ in range(n)), (0.0,) * n, "", True)) for n in completions]
+    seen = []
+    for batch in micro_batches(pairs, max_tokens, CPU, packed=True):
+        assert size(batch) <= max_tokens or len(batch.rows) == 1
+        inputs = batch.inputs
+        assert isinstance(inputs, Packed)
+        flat, positions = inputs.input_ids[0], inputs.position_ids[0]
+        assert len(flat.unique()) == len(flat)
+        assert (inputs.whole is not None) == (len(groups) < len(pairs))
+        places = inputs.whole.places if inputs.whole else torch.arange(len(flat))
+        starts = inputs.whole.starts if inputs.whole else inputs.starts
+        states = iter(batch.predictors.tolist())
+        for place, row in enumerate(batch.rows):
+            prompt, completion = pairs[row]
+            own = places[starts[place] : starts[place + 1]]
+            assert tuple(flat[own].tolist()) == prompt.token_ids + completion.token_ids
+            assert positions[own].tolist() == list(range(len(own)))
+            begin, end = inputs.starts[place : place + 2].tolist()
+            assert own[begin - end :].tolist() == list(range(begin, end))  # what is its own ends it
+            assert [next(states) for _ in completion.token_ids] == own[len(prompt.token_ids) - 1 : -1].tolist()
+            assert inputs.longest >= len(own)
+        assert starts[-1] == len(places)
+        seen += batch.rows
+    assert seen == list(range(len(pairs)))
+
+
+def test_prompts_that_read_alike_are_shared_whoever_made_them() -> None:
+    pairs = [(Prompt(name, "", (1, 2)), Completion((3,), (0.0,), "", True)) for name in "ab"]
+    [batch] = micro_batches(pairs, 100, CPU, packed=True)
+    assert batch.inputs.input_ids.tolist() == [[1, 2, 3, 3]]
+
+
 def test_some_rows_keep_their_places() -> None:
     pairs = pairs_of([(1, 2), (5, 7), (2, 4), (3, 1), (4, 7)])
     batches = list(micro_batches(pairs, 100, CPU, rows=[3, 1, 4]))

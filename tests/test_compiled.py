@@ -93,8 +93,9 @@ def loss(batch: MicroBatch, scores: Scores) -> Tensor:
     return scores.logprobs.sum() - 0.5 * scores.entropies.sum()
 
 
+@pytest.mark.parametrize("group", [1, 3])
 def test_one_graph_serves_all_layers_and_sizes_with_the_same_gradients(
-    here: None, new_model: Any, ragged_pairs: Any
+    here: None, new_model: Any, ragged_pairs: Any, group: int
 ) -> None:
     model = new_model("qwen3", num_hidden_layers=3)
     names = [name for name, _ in model.named_parameters()]
@@ -102,7 +103,7 @@ def test_one_graph_serves_all_layers_and_sizes_with_the_same_gradients(
     policy.packed = policy._scorer.packing.adopt()
     assert compile_layers(policy.model)
     for seed, number in enumerate((5, 2, 7)):
-        pairs = ragged_pairs(number, seed=seed)
+        pairs = ragged_pairs(group * number, seed=seed, group=group)
         expected = plain.gradient(pairs, 0.9, loss)
         got = policy.gradient(pairs, 0.9, loss)
         assert list(got) == list(expected) == names

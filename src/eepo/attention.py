@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from eepo.batching import Packed
+from eepo.batching import Packed, Whole
 
 log = logging.getLogger(__name__)
 CLOSE = 0.02  # relative, in bf16; deep models round more, see `strays`
@@ -50,20 +50,22 @@ class Packing:
         self.model = model
         self.adopted = False
         self._starts: Tensor | None = None  # of the sequences of a pass; its backward pass may compute it again
+        self._whole: Whole | None = None
         self._longest = torch.empty(0)  # as long as the longest: to compiled layers a size may vary, a number may not
 
     def take(self, inputs: Packed) -> None:
         """What the next forward pass attends over."""
-        self._starts = inputs.starts
+        self._starts, self._whole = inputs.starts, inputs.whole
         self._longest = inputs.starts.new_empty(inputs.longest)
 
     def adopt(self) -> bool:
         """Whether this family, packed, says what it says padded; one that does not stays as it is."""
         usual = self.model.config._attn_implementation
         two = _two(self.model.device)
+        ids = two.input_ids[:, two.whole.places]  # type: ignore[union-attr]
 
         def alone() -> Tensor:
-            return torch.cat([self._hidden(two.input_ids[:, :4]), self._hidden(two.input_ids[:, 4:])], 1)
+            return torch.cat([self._hidden(ids[:, :4]), self._hidden(ids[:, 4:])[:, 2:]], 1)
 
         expected = alone()
         try:
@@ -90,17 +92,21 @@ class Packing:
     ) -> tuple[Tensor, None]:  # fmt: skip
         if self._starts is None or options.get("softcap") or options.get("s_aux") is not None:
             raise NotImplementedError("packed attention has neither caps nor sinks")
-        longest = self._longest.shape[0]
-        return packed_attention(query, key, value, self._starts, longest, scaling, sliding_window or 0), None
+        longest, window = self._longest.shape[0], sliding_window or 0
+        return packed_attention(query, key, value, self._starts, longest, scaling, window, self._whole), None
 
 
 def _two(device: torch.device) -> Packed:
-    """Two short sequences, to try it on."""
+    """Two short sequences that begin alike, to try it on."""
     return Packed(
         input_ids=torch.arange(1, 8, device=device).unsqueeze(0),
-        position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2]], device=device),
+        position_ids=torch.tensor([[0, 1, 2, 3, 2, 3, 4]], device=device),
         starts=torch.tensor([0, 4, 7], dtype=torch.int32, device=device),
-        longest=4,
+        longest=5,
+        whole=Whole(
+            places=torch.tensor([0, 1, 2, 3, 0, 1, 4, 5, 6], device=device),
+            starts=torch.tensor([0, 4, 9], dtype=torch.int32, device=device),
+        ),
     )
 
 
@@ -130,21 +136,36 @@ def packed_attention(
     longest: int,
     scale: float | None,
     window: int = 0,  # how far back a token looks; 0: to the start of its sequence
+    whole: Whole | None = None,  # what each sequence looks back on, if not itself alone
 ) -> Tensor:  # [1, N, H, D]
-    """Causal, each sequence by itself. Flash attention where there is one; otherwise under a mask of all by all."""
+    """Causal, each sequence by itself. Flash attention where there is one; otherwise under a mask of all by all.
+
+    A sequence without its prompt is the end of a whole one. Gradients of what several look back on are summed in fp32.
+    """
     dtype = value.dtype if value.dtype in (torch.bfloat16, torch.float16) else None
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
+    key_starts = starts
+    if whole is not None:
+        key, value = (part.float().index_select(2, whole.places).to(part.dtype) for part in (key, value))
+        key_starts = whole.starts
     if query.is_cuda and dtype is not None and _varlen is not None:
-        rows = [part[0].transpose(0, 1).to(dtype) for part in (query, key, value)]  # [N, heads, D]
-        return _varlen(*rows, starts, longest, scale, window).unsqueeze(0)
-    own = torch.arange(query.shape[2], device=query.device)
-    sequence = torch.searchsorted(starts, own, right=True)
-    mask = (sequence[:, None] == sequence) & (own[:, None] >= own)
+        rows = [part[0].transpose(0, 1).to(dtype) for part in (query, key, value)]  # [tokens, heads, D]
+        return _varlen(*rows, starts, key_starts, longest, scale, window).unsqueeze(0)
+    (sequence, left), (others, others_left) = _from_end(starts, query.shape[2]), _from_end(key_starts, key.shape[2])
+    back = others_left - left[:, None]  # how far each token lies before another one of its sequence
+    mask = (sequence[:, None] == others) & (back >= 0)
     if window:
-        mask &= own[:, None] - own < window
+        mask &= back < window
     out = scaled_dot_product_attention(query, key, value.to(key.dtype), mask, scale=scale, enable_gqa=True)
     return out.transpose(1, 2)
+
+
+def _from_end(starts: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Of each token its sequence, counted from one, and how many of it are left."""
+    own = torch.arange(count, device=starts.device)
+    sequence = torch.searchsorted(starts, own, right=True)
+    return sequence, starts[sequence] - own
 
 
 def _find_varlen() -> Callable[..., Tensor] | None:
@@ -156,10 +177,17 @@ def _find_varlen() -> Callable[..., Tensor] | None:
     grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
     def attend(
-        q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scale: float | None, window: int
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        starts: Tensor,
+        key_starts: Tensor,
+        longest: int,
+        scale: float | None,
+        window: int,
     ) -> Tensor:
-        looks = (window - 1 if window else -1, 0)  # back, ahead
-        out = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scale, window_size=looks, **grouped)
+        looks = (window - 1 if window else -1, 0)  # back, ahead; where there are fewer queries, they are the last
+        out = varlen_attn(q, k, v, starts, key_starts, longest, longest, scale=scale, window_size=looks, **grouped)
         return out  # type: ignore[return-value]
 
     return attend

@@ -1,11 +1,14 @@
-"""Ragged completions into micro-batches: sorted by length and bounded by tokens; packed where that can be."""
+"""Ragged completions into micro-batches, bounded by tokens: packed where that can be, else sorted by length.
+
+Packed, completions of one prompt share it: its tokens stand there once, and are computed once.
+"""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 
 import torch
 from torch import Tensor
@@ -23,12 +26,21 @@ class Padded:
 
 @dataclass
 class Packed:
-    """B sequences laid end to end: N tokens."""
+    """B sequences laid end to end, a prompt that follows itself left out: N tokens."""
 
     input_ids: Tensor  # [1, N]
     position_ids: Tensor  # [1, N]
     starts: Tensor  # [B + 1] int32: where each begins, and the end
-    longest: int
+    longest: int  # of the whole sequences
+    whole: Whole | None = None  # if any batch of these pairs leaves prompts out: compiled layers want them all alike
+
+
+@dataclass
+class Whole:
+    """B sequences, each with its prompt: M tokens."""
+
+    places: Tensor  # [M] of their tokens among the N
+    starts: Tensor  # [B + 1] int32: where each begins in `places`, and the end
 
 
 @dataclass
@@ -67,10 +79,12 @@ def micro_batches(
 
     One row may exceed that alone.
     """
-    lengths = [len(prompt.token_ids) + len(completion.token_ids) for prompt, completion in pairs]
-    order = sorted(range(len(pairs)) if rows is None else rows, key=lambda row: -lengths[row])
-    for start, end in _cuts([lengths[row] for row in order], max_tokens, packed):
-        yield _collate(order[start:end], pairs, device, packed)
+    order = list(range(len(pairs)) if rows is None else rows)
+    if not packed:
+        order.sort(key=lambda row: -sum(_lengths(pairs[row])))
+    grouped = packed and any(_shared([prompt for prompt, _ in pairs]))
+    for start, end in _cuts([pairs[row] for row in order], max_tokens, packed):
+        yield _collate(order[start:end], pairs, device, packed, grouped)
 
 
 def evenly(count: int, most: int) -> list[int]:
@@ -78,38 +92,84 @@ def evenly(count: int, most: int) -> list[int]:
     return [place * count // most for place in range(most)] if 0 < most < count else list(range(count))
 
 
-def _cuts(lengths: list[int], max_tokens: int, packed: bool) -> Iterator[tuple[int, int]]:
-    """Of `lengths`, longest first."""
+def _cuts(pairs: Sequence[tuple[Prompt, Completion]], max_tokens: int, packed: bool) -> Iterator[tuple[int, int]]:
+    """Of `pairs`, longest first if they are padded."""
     start = size = 0
-    for end, length in enumerate(lengths):
-        size = size + length if packed else (end + 1 - start) * lengths[start]
+    for end, (pair, shared) in enumerate(zip(pairs, _shared([prompt for prompt, _ in pairs]), strict=True)):
+        before, own = _lengths(pair)
+        size = size + own + (0 if shared else before) if packed else (end + 1 - start) * sum(_lengths(pairs[start]))
         if size > max_tokens and end > start:
             yield start, end
-            start, size = end, length
-    if lengths:
-        yield start, len(lengths)
+            start, size = end, before + own
+    if pairs:
+        yield start, len(pairs)
+
+
+def _lengths(pair: tuple[Prompt, Completion]) -> tuple[int, int]:
+    return len(pair[0].token_ids), len(pair[1].token_ids)
+
+
+def _shared(prompts: Sequence[Prompt]) -> list[bool]:
+    """Whether each is the one before it."""
+    pairs = pairwise(prompt.token_ids for prompt in prompts)
+    return [False, *(one is other or one == other for one, other in pairs)][: len(prompts)]
 
 
 def _collate(
-    rows: list[int], pairs: Sequence[tuple[Prompt, Completion]], device: torch.device, packed: bool
+    rows: list[int], pairs: Sequence[tuple[Prompt, Completion]], device: torch.device, packed: bool, grouped: bool
 ) -> MicroBatch:
     """Tokens are touched one by one only to be copied; their places are computed from lengths."""
-    prompts = [pairs[row][0].token_ids for row in rows]
-    completions = [pairs[row][1].token_ids for row in rows]
-    before, own = (torch.tensor([len(ids) for ids in part]) for part in (prompts, completions))  # [B] tokens
-    longest, width = int(own.max()), int((before + own).max())
-    begins = _begins(before + own) if packed else width * torch.arange(len(rows))  # in the flattened inputs
-    within = _ranges(own)
-    mask = torch.arange(longest) < own.unsqueeze(1)
-    tokens = _flat([ids for pair in zip(prompts, completions, strict=True) for ids in pair], torch.int64)
+    prompts, completions = [pairs[row][0] for row in rows], [pairs[row][1].token_ids for row in rows]
+    shared = _shared(prompts) if packed else [False] * len(rows)
+    before, own = (torch.tensor(part) for part in zip(*(_lengths(pairs[row]) for row in rows), strict=True))  # [B]
+    parts = [() if left_out else prompt.token_ids for prompt, left_out in zip(prompts, shared, strict=True)]
+    tokens = _flat([ids for pair in zip(parts, completions, strict=True) for ids in pair], torch.int64)
+    layout = _Layout(before, own, torch.tensor(shared), packed)
+    longest, within = int(own.max()), _ranges(own)
     return MicroBatch(
         rows=list(rows),
-        inputs=_pack(tokens, before + own, device) if packed else _pad(tokens, before + own, device),
-        predictors=send((begins + before - 1).repeat_interleave(own) + within, device),
+        inputs=layout.pack(tokens, grouped, device) if packed else _pad(tokens, before + own, device),
+        predictors=send(layout.predictors(), device),
         targets=send(_flat(completions, torch.int64), device),
         places=send((longest * torch.arange(len(rows))).repeat_interleave(own) + within, device),
-        mask=send(mask, device),
+        mask=send(torch.arange(longest) < own.unsqueeze(1), device),
     )
+
+
+class _Layout:
+    """Where the tokens of B sequences stand in the flattened inputs."""
+
+    def __init__(self, before: Tensor, own: Tensor, shared: Tensor, packed: bool) -> None:  # [B] each
+        self.before, self.own = before, own  # tokens of prompts and of completions
+        self.left_out = torch.where(shared, before, 0)  # of a prompt that the sequence before it has, too
+        rows = torch.arange(len(own))
+        width = int((before + own).max())
+        begins = _begins(before + own - self.left_out) if packed else width * rows
+        self.prompts = begins[torch.where(shared, 0, rows).cummax(0).values]  # [B] where each one's prompt begins
+        self.completions = begins + before - self.left_out
+
+    def predictors(self) -> Tensor:
+        """[C] of the states that predict completion tokens: the end of the prompt, then one after the other."""
+        within = _ranges(self.own)
+        first, later = (
+            (part - 1).repeat_interleave(self.own) for part in (self.prompts + self.before, self.completions)
+        )
+        return torch.where(within == 0, first, later + within)
+
+    def pack(self, tokens: Tensor, grouped: bool, device: torch.device) -> Packed:
+        lengths = self.before + self.own - self.left_out
+        positions = _ranges(lengths) + self.left_out.repeat_interleave(lengths)
+        both = send(torch.stack([tokens, positions]), device)
+        whole = self._whole(device) if grouped else None
+        return Packed(both[:1], both[1:], _starts(lengths, device), int((self.before + self.own).max()), whole)
+
+    def _whole(self, device: torch.device) -> Whole:
+        lengths = self.before + self.own
+        within = _ranges(lengths)
+        columns = self.before, self.prompts, self.completions
+        before, prompts, completions = (column.repeat_interleave(lengths) for column in columns)
+        places = torch.where(within < before, prompts + within, completions + within - before)
+        return Whole(send(places, device), _starts(lengths, device))
 
 
 def _pad(tokens: Tensor, lengths: Tensor, device: torch.device) -> Padded:
@@ -119,10 +179,8 @@ def _pad(tokens: Tensor, lengths: Tensor, device: torch.device) -> Padded:
     return Padded(send(input_ids, device), send(mask.long(), device))
 
 
-def _pack(tokens: Tensor, lengths: Tensor, device: torch.device) -> Packed:
-    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
-    both = send(torch.stack([tokens, _ranges(lengths)]), device)
-    return Packed(both[:1], both[1:], send(starts, device), int(lengths.max()))
+def _starts(lengths: Tensor, device: torch.device) -> Tensor:
+    return send(torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int(), device)
 
 
 def _begins(lengths: Tensor) -> Tensor:

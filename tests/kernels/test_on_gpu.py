@@ -10,13 +10,16 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from eepo import kernels
+from eepo.batching import MicroBatch, Packed
+from eepo.compiled import compile_layers
 from eepo.kernels import draw as draw_module
 from eepo.kernels import reference
 from eepo.kernels.rows import Outputs, RowState
+from eepo.policy import Policy, Scores
 from eepo.rollout.packed import compile_packed
 from eepo.rollout.paged import PagedEngine
 from eepo.rollout.transformers import TransformersEngine
-from eepo.types import Prompt, Sampling
+from eepo.types import Completion, Prompt, Sampling
 
 GPU = torch.device("cuda")
 pytestmark = pytest.mark.skipif(
@@ -138,3 +141,46 @@ def test_a_compiled_engine_rounds_no_worse_than_the_plain_one() -> None:
     ours, plain = error(engine), error(TransformersEngine(model, Wordless()))
     assert 0 < plain < 0.5
     assert ours < 1.3 * plain
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_shared_prompt_teaches_what_its_copies_teach(compiled: bool) -> None:
+    """In bf16, so against fp32: it may be no further from that than the copies are."""
+    torch.manual_seed(0)
+    shape = Qwen2Config(vocab_size=1000, hidden_size=256, intermediate_size=512, num_hidden_layers=4,
+                        num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
+    model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32).to(GPU)
+    exact = copy.deepcopy(model).cpu()
+    generator = torch.Generator().manual_seed(1)
+
+    def ids(number: int) -> tuple[int, ...]:
+        return tuple(torch.randint(1, 1000, (number,), generator=generator).tolist())
+
+    groups = [(Prompt(str(i), "", ids(40 + 9 * i)), [ids(20 + 13 * (i + j) % 50) for j in range(6)]) for i in range(4)]
+    shared = [(prompt, Completion(own, (0.0,) * len(own), "", True)) for prompt, group in groups for own in group]
+    order = [row for place in range(6) for row in range(place, len(shared), 6)]  # no prompt twice in a row
+
+    def loss(batch: MicroBatch, scores: Scores) -> torch.Tensor:
+        shares = batch.pick([1.0 + row % 5 for row in range(len(shared))]).unsqueeze(1)
+        return (shares * (scores.logprobs - 0.5 * scores.entropies)).sum() / 1000
+
+    policy = Policy(model)
+    assert policy.packed
+    if compiled:
+        assert compile_layers(model)
+    sizes, gradients = [], []
+    for rows in (None, order):
+        [batch] = policy.micro_batches(shared, rows)
+        assert isinstance(batch.inputs, Packed)
+        sizes.append(batch.inputs.input_ids.numel())
+        gradients.append(policy.gradient(shared, 1.0, loss, rows))
+    assert sizes[0] < 0.6 * sizes[1]
+    expected = Policy(exact).gradient(shared, 1.0, loss)
+
+    def error(got: dict[str, torch.Tensor]) -> float:
+        gaps = [(got[name].cpu() - gradient).square().sum() for name, gradient in expected.items()]
+        return float(sum(gaps).sqrt() / sum(one.square().sum() for one in expected.values()).sqrt())  # type: ignore[union-attr]
+
+    together, apart = map(error, gradients)
+    assert apart < 0.05
+    assert together < 1.3 * apart + 1e-3
