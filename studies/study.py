@@ -44,7 +44,8 @@ from eepo.types import UserError
 
 MEASURES = ("mean", "greedy", "pass@8", "pass@32", "distinct")
 KEPT = ("step", "entropy", "reward", "stage1/entropy", "stage2/entropy", "stage1/reward", "stage2/reward",
-        "stage1/length", "stage2/length", "unlearn/kl", "unlearn/lr", "gate_share", "seconds/total")  # fmt: skip
+        "stage1/length", "stage2/length", "unlearn/kl", "unlearn/lr", "gate_share", "seconds/total",
+        "memory/peak", "memory/held")  # fmt: skip
 MOST_ROWS = 30  # of a run's metrics
 WEIGHTS = "final", "checkpoints"  # folders of a run
 TOLD = {"entropy": "entropy", "stage1/entropy": "of stage 1", "stage2/entropy": "of stage 2", "reward": "reward",

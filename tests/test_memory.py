@@ -179,6 +179,20 @@ def test_runs_that_share_a_card_measure_their_caches_by_their_shares(monkeypatch
             memory.gpu_share()
 
 
+def test_what_a_shared_card_lends_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where others wait for it: to take memory again costs."""
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60, 100))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(held))
+    for share in ("1", "0.25"):
+        monkeypatch.setenv("EEPO_GPU_SHARE", share)
+        for held in (20, 26):
+            monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device, held=held: held)
+            memory.give_back(torch.device("cuda"))
+    assert emptied == [26]
+    memory.give_back(torch.device("cpu"))
+
+
 @pytest.mark.parametrize(("size", "text"), [(5 * 2**20, "5 MiB"), (2**30, "1.0 GiB"), (37 * 2**28, "9.2 GiB")])
 def test_sizes_are_read_easily(size: int, text: str) -> None:
     assert memory.gib(size) == text

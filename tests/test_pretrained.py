@@ -37,6 +37,19 @@ def builtin_copy(to: Path) -> Path:
     return Path(shutil.copytree(pretrained.BUILTIN / "countdown", to))
 
 
+def test_a_name_that_might_be_a_misspelt_folder_is_said_to_be_looked_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    assert [pretrained.resolve(name) for name in ("runs/warn", "runs/warn", "owner/name")] == [
+        "runs/warn",
+        "runs/warn",
+        "owner/name",
+    ]
+    assert capsys.readouterr().err == 'model.path = "runs/warn" is no folder here: looking for it on the hub\n'
+
+
 def test_the_builtin_policy_loads_in_fp32_ready_to_sample() -> None:
     model = pretrained.load_model(ModelConfig(), CPU)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}

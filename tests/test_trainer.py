@@ -24,6 +24,7 @@ from eepo import checkpoint, recipe
 from eepo.assemble import build_trainer
 from eepo.config import RunConfig
 from eepo.progress import Progress
+from eepo.rollout.transformers import TransformersEngine
 from eepo.runlog import COMPLETIONS, EVALUATIONS, METRICS, read_lines
 from eepo.types import UserError
 
@@ -252,6 +253,27 @@ def test_evaluations_come_at_the_start_on_the_way_and_at_the_end(whole_runs: dic
     every = [(0, "quick"), (2, "quick"), (4, "quick"), (5, "full")]
     assert seen["step gate"] == [(*when, name) for when in every for name in sets]
     assert seen["auto rate"] == [(*when, name) for when in [(0, "full"), (5, "full")] for name in sets]
+
+
+def test_the_engine_rests_when_it_has_sampled_and_not_within_an_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then training has the card; but what it gave back it would have to build again for every chunk of problems."""
+    calls: list[str] = []
+    generate = TransformersEngine.generate
+    monkeypatch.setattr(TransformersEngine, "rest", lambda self: calls.append("rest"))
+
+    def counted(self: Any, *given: Any) -> Any:
+        calls.append("generate")
+        return generate(self, *given)
+
+    monkeypatch.setattr(TransformersEngine, "generate", counted)
+    run(with_steps(tiny(algorithm={"num_stages": 2}), 1), tmp_path / "run")
+    stages, evaluation = calls[:4], calls[4:]
+    assert stages == ["generate", "rest"] * 2
+    assert evaluation[-1] == "rest"
+    assert len(evaluation) > 3
+    assert set(evaluation[:-1]) == {"generate"}
 
 
 def test_the_final_weights_load_elsewhere_and_generate(whole: Whole) -> None:

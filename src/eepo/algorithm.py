@@ -69,6 +69,7 @@ class EEPO:
         with metrics.phase(f"stage{stage}"):
             own_draws = replace(sampling, first_sample=(stage - 1) * num_samples)
             groups = self.engine.generate(rollout.prompts, num_samples, own_draws)
+            self.engine.rest()
         prompts = [prompt for prompt in rollout.prompts for _ in range(num_samples)]
         texts = [completion.text for group in groups for completion in group]
         rollout.add_stage(stage, groups, self.grader.submit(self.reward.grade, prompts, texts))

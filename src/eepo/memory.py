@@ -209,6 +209,12 @@ def free_memory(device: torch.device) -> int | None:
     return int(rows["MemAvailable"].split()[0]) * 1024
 
 
+def give_back(device: torch.device) -> None:
+    """Where runs share a card, and this one has more than its share: what torch holds of it and does not use."""
+    if device.type == "cuda" and gpu_share() < 1 and torch.cuda.memory_reserved(device) > card_memory(device):
+        torch.cuda.empty_cache()
+
+
 def free_disk(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 

@@ -17,13 +17,15 @@ from eepo.types import Completion, Rollout, mean_entropy
 
 
 class StepMetrics:
-    """Collects; `result()` gives the row for the run log. Times are under `seconds/`, everything else is repeatable."""
+    """Collects; `result()` gives the row for the run log. But for times and memory, everything is repeatable."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.values: dict[str, float] = {}
         self._device = device  # whose work a phase waits for, if it is a GPU
         self.seconds: dict[str, float] = defaultdict(float)
         self._marks: list[tuple[str, list[torch.cuda.Event]]] = []
+        if device is not None and device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
         self._started = time.perf_counter()
         self._num_tokens = 0
         self._gated: Tensor | float = 0.0  # sums stay on the device until `result`: reading one would wait for it
@@ -137,6 +139,9 @@ class StepMetrics:
         row |= {f"seconds/{name}": seconds for name, seconds in self.seconds.items()}
         row["seconds/total"] = total
         row["tokens_per_second"] = self._num_tokens / total
+        if self._device is not None and self._device.type == "cuda":
+            row["memory/peak"] = torch.cuda.max_memory_allocated(self._device) / 1e9
+            row["memory/held"] = torch.cuda.max_memory_reserved(self._device) / 1e9
         return row
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,15 @@ def resolve(path: str) -> str:
             f'model.path = "{path}": no config.json there; give a model\'s folder, one that eepo warmup or eepo train '
             "leaves, or a hub name (owner/name)"
         )
+    if folder.parent.is_dir():
+        _say_hub(path)
     return path
+
+
+@cache
+def _say_hub(path: str) -> None:
+    """Once, before the hub is asked for minutes: what looks like a name there may be a folder here, misspelt."""
+    print(f'model.path = "{path}" is no folder here: looking for it on the hub', file=sys.stderr, flush=True)
 
 
 def load_tokenizer(config: ModelConfig) -> Any:

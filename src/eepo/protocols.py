@@ -29,6 +29,10 @@ class RolloutEngine(Protocol):
         """`num_samples` completions for each prompt, in the order of `prompts`."""
         ...
 
+    def rest(self) -> None:
+        """Sampling is over for now: give back what training wants of the card. The next `generate` takes it again."""
+        ...
+
 
 class Reward(Protocol):
     """Grades completions. What a model wrote is hostile input: never evaluate it, bound time and memory."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eepo import checkpoint
+from eepo import checkpoint, memory
 from eepo.alarm import ADVICE, Event, Guard
 from eepo.algorithm import EEPO
 from eepo.config import RunConfig
@@ -131,6 +131,7 @@ class Trainer:
         stream = f"train/{self.step + 1}"
         sampling = Sampling(options.temperature, options.max_new_tokens, self.config.training.seed, stream)
         rollout = self.algorithm.step(prompts, sampling, metrics)
+        memory.give_back(self.algorithm.policy.device)
         self.step += 1
         self.num_prompts_seen += len(prompts)
         row = {"step": self.step} | metrics.result()
@@ -174,6 +175,7 @@ class Trainer:
                     bar.advance if bar else _silent,
                 )
                 rows.append({"step": self.step, "kind": kind, "set": name} | result.row(with_problems=kind == "full"))
+        self.algorithm.engine.rest()
         self.log.append(EVALUATIONS, *rows)
         for row in rows:
             self.logger.log(self.step, evaluation_scalars(row))

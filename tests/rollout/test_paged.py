@@ -72,8 +72,8 @@ def assert_same(got: list[list[Completion]], expected: list[list[Completion]]) -
     assert [len(group) for group in got] == [len(group) for group in expected]
     for ours, theirs in zip(flat(got), flat(expected), strict=True):
         assert ours.token_ids == theirs.token_ids
-        assert ours.logprobs == pytest.approx(theirs.logprobs, rel=1e-5, abs=1e-5)
-        assert ours.entropies == pytest.approx(theirs.entropies, rel=1e-5, abs=1e-5)
+        assert ours.logprobs == pytest.approx(theirs.logprobs, rel=5e-5, abs=5e-5)
+        assert ours.entropies == pytest.approx(theirs.entropies, rel=5e-5, abs=5e-5)
         assert (ours.text, ours.finished) == (theirs.text, theirs.finished)
 
 
@@ -153,13 +153,19 @@ def test_buffers_serve_calls_of_other_sizes_and_grow(ending: Any, tokenizer: Any
     assert kept[1] is not kept[2]
 
 
-def test_a_large_cache_is_given_back_after_each_call(
+def test_a_large_cache_is_given_back_in_a_rest_and_not_before(
     ending: Any, tokenizer: Any, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its graphs take time to capture, and an evaluation is many calls."""
     monkeypatch.setattr(paged, "_card_bytes", lambda device: 1)
     ours, theirs = both(ending("llama"), tokenizer)
     for _ in range(2):
-        assert_same(ours.generate(prompts, 2, SAMPLING), theirs.generate(prompts, 2, SAMPLING))
+        kept = []
+        for _ in range(2):
+            assert_same(ours.generate(prompts, 2, SAMPLING), theirs.generate(prompts, 2, SAMPLING))
+            kept.append(ours._buffers)
+        assert kept[0] is kept[1] is not None
+        ours.rest()
         assert ours._buffers is None
         assert ours.cache.pool is None
 
@@ -172,11 +178,13 @@ def test_the_second_call_takes_what_the_first_one_held_and_keeps_it(
     ours.keep_bytes = 90 * ours.cache.page_bytes
     expected = theirs.generate(prompts, 4, far)
     assert_same(ours.generate(prompts, 4, far), expected)
+    ours.rest()
     assert ours._buffers is None  # it had room for all at their longest
     assert 0 < 24 * ours._per_slot < 70
     kept = []
     for _ in range(2):
         assert_same(ours.generate(prompts, 4, far), expected)
+        ours.rest()
         kept.append(ours._buffers)
     assert kept[0] is kept[1] is not None
     assert 24 * ours._per_slot < kept[0].num_pages <= 1 + paged.SPARE * 24 * ours._per_slot

@@ -21,7 +21,7 @@ def embedded_engine(
     compiled: str = "auto",
     keep_bytes: int | None = None,
 ) -> TransformersEngine:
-    """Owns `model`: give it a copy that nobody trains. On a GPU it keeps `keep_bytes` of cache between calls."""
+    """Owns `model`: give it a copy that nobody trains. On a GPU it keeps `keep_bytes` of cache while it rests."""
     if model.device.type != "cuda":
         return TransformersEngine(model, tokenizer, max_rows, stop)
     engine = PagedEngine(model, tokenizer, max_rows, stop, keep_bytes)

@@ -28,14 +28,14 @@ from eepo.types import Completion, Prompt, Sampling, UserError
 log = logging.getLogger(__name__)
 
 PREFILL_TOKENS = 16384  # at a time
-KEEP_SHARE = 0.1  # of the card, if nobody says otherwise: the largest cache that stays, with its graphs, after a call
+KEEP_SHARE = 0.1  # of the card, if nobody says otherwise: the largest cache that stays, with its graphs, in a rest
 SPARE = 1.3  # times the pages that a slot has held on average, at most, in the calls so far: what the next ones get
 MEMORY_SHARE = 0.9  # of what is free: what a cache may take
 MAX_OUTPUTS = 1 << 26  # tokens drawn in one go: 12 bytes each
 
 
 class PagedEngine(TransformersEngine):
-    """Owns `model`: give it a copy that nobody trains. Between calls it keeps a cache of at most `keep_bytes`."""
+    """Owns `model`: give it a copy that nobody trains. While it rests it keeps a cache of at most `keep_bytes`."""
 
     def __init__(
         self, model: Any, tokenizer: Any, max_rows: int = 1024, stop: str = "", keep_bytes: int | None = None
@@ -75,9 +75,12 @@ class PagedEngine(TransformersEngine):
         per_call = max(1, MAX_OUTPUTS // (num_samples * sampling.max_new_tokens))
         for start in range(0, len(prompts), per_call):
             groups += self._generate(prompts[start : start + per_call], num_samples, sampling)
+        return groups
+
+    def rest(self) -> None:
+        """A small cache stays, with its graphs, which take longer to capture than a short call takes."""
         if self._buffers is not None and self._buffers.num_bytes > self.keep_bytes:
             self._forget_buffers()
-        return groups
 
     def limit(self, prompt: Prompt, sample: int, sampling: Sampling) -> int:
         """Most tokens of one completion. Benchmarks put lengths of their own here."""

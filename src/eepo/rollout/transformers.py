@@ -47,6 +47,9 @@ class TransformersEngine:
     def weights(self) -> Mapping[str, Tensor]:
         return self._weights
 
+    def rest(self) -> None:
+        """Nothing is kept between calls."""
+
     @torch.inference_mode()
     def generate(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[list[Completion]]:
         """Prompts of like length go together, so that little is padding; results come back in the given order."""

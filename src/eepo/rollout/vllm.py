@@ -2,8 +2,8 @@
 
 vLLM starts from the model's shape alone and is then filled, so any policy will do, one from scratch too. Its prefix
 cache holds keys and values of the weights that computed them: it is emptied with every change of weights. On a GPU the
-engine sleeps after each `generate` (its cache is freed, its weights wait in host memory), so that the policy can train
-on the same card, and it wakes up by itself; on the CPU there is no such thing.
+engine rests asleep (its cache is freed, its weights wait in host memory), so that the policy can train on the same
+card, and it wakes up by itself; on the CPU there is no such thing.
 
 What vLLM does to its host process, and what is done about it here: it reseeds the global generators (put back), makes
 `torch.set_num_threads` do nothing (put back), pins threads to cores (turned off), keeps memory on one node of the CPU
@@ -105,7 +105,6 @@ class VLLMEngine:
         requests = [{"prompt_token_ids": list(prompt.token_ids)} for prompt, _ in rows]
         with _contained(), torch.compiler.set_stance("default" if self._on_gpu else "force_eager"):
             outputs = self._llm.generate(requests, [self._params(sampling, *row) for row in rows], use_tqdm=False)
-        self._sleep()
         completions = self._completions([output.outputs[0] for output in outputs])
         return [completions[place : place + num_samples] for place in range(0, len(rows), num_samples)]
 
@@ -127,6 +126,7 @@ class VLLMEngine:
         """Refuse a family whose weights do not all arrive under the policy's names: it would quietly sample noise."""
         prompt = Prompt("check", "", (1, 2, 3, 4))
         [[drawn]] = self.generate([prompt], 1, Sampling(1.0, min(8, self.max_tokens - 4)))
+        self.rest()
         ids = torch.tensor([prompt.token_ids + drawn.token_ids], device=model.device)
         logprobs = model(input_ids=ids, use_cache=False).logits[0, 3:-1].float().log_softmax(-1)
         expected = logprobs.gather(1, ids[0, 4:, None]).squeeze(1).cpu()
@@ -162,8 +162,8 @@ class VLLMEngine:
             for output, text in zip(outputs, texts, strict=True)
         ]
 
-    def _sleep(self) -> None:
-        """Level 1, which keeps the weights: what comes next may be another `generate`, without new ones."""
+    def rest(self) -> None:
+        """Sleep, on a GPU. Level 1 keeps the weights: what comes next may be another `generate`, without new ones."""
         if self._on_gpu and not self._asleep:
             self._llm.sleep(level=1)
             self._asleep = True
