@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -304,3 +305,22 @@ def test_an_engine_whose_weights_cannot_be_read_makes_the_same_step(
             row.pop(name, None)
     assert rows[0] == rows[1]
     assert weights[0] == weights[1]
+
+
+# --- memory
+
+
+@pytest.mark.parametrize("unlearn_lr", [1e-2, "auto"])
+def test_a_step_leaves_nothing_to_python_s_search_for_cycles(
+    unlearn_lr: Any, build: Any, demo_prompts: list[Prompt]
+) -> None:
+    """A probe holds the gradient, as large as the policy; such searches may be many steps apart."""
+    algorithm = build(gate="always", unlearn_lr=unlearn_lr)
+    gc.collect()
+    gc.disable()
+    try:
+        algorithm.step(demo_prompts[:2], SAMPLING, metrics := StepMetrics())
+        assert "unlearn/kl" in metrics.values
+        assert not [one for one in gc.get_objects() if type(one) is Probe]
+    finally:
+        gc.enable()

@@ -90,13 +90,13 @@ class EEPO:
             rollout.settle()
             wanted = [one for group in rollout.rewards for one in to_unlearn(group, options.unlearn_on)]
 
-        def loss(batch: MicroBatch, scores: Scores, first: bool = False) -> Tensor | None:
+        def loss(batch: MicroBatch, scores: Scores, seen_by: Probe | None = None) -> Tensor | None:
             gate = unlearn_gate(scores, batch, options) & batch.pick(wanted).bool().unsqueeze(1)
-            if first:  # the pass for the gradient: what it sees serves the gate, the probe and the metrics
+            if seen_by:  # the pass for the gradient: what it sees serves the gate, the probe and the metrics
                 metrics.record_gate(gate)
-                probe.see(batch, scores)
+                seen_by.see(batch, scores)  # given, not closed over: a cycle would hold the gradient for many steps
             value = unlearn_loss(scores, batch.mask, gate, options) * len(batch.rows) / len(rows)
-            return value if first or gate.any() else None  # in that pass, asking would keep the GPU waiting
+            return value if seen_by or gate.any() else None  # in that pass, asking would keep the GPU waiting
 
         def load(gradient: Mapping[str, Tensor], lr: float) -> Mapping[str, Tensor]:
             theta, moved = self.policy.named_weights, partial(unlearned_weights, gradient=gradient, lr=lr, dtype=dtype)
@@ -108,7 +108,7 @@ class EEPO:
         metrics.record_gateable(pairs[row][1] for row in rows)
         surely_shut = 2 * options.gate_threshold if options.gate == "token" else torch.inf  # sampling rounds otherwise
         worth = [row for row in rows if wanted[row] and min(pairs[row][1].entropies, default=0.0) < surely_shut]
-        gradient = self.policy.gradient(pairs, options.temperature, partial(loss, first=True), worth)
+        gradient = self.policy.gradient(pairs, options.temperature, partial(loss, seen_by=probe), worth)
         if not any(part.any() for part in gradient.values()):  # nothing gated, or all of it saturated
             return
         if options.unlearn_lr == "auto":
