@@ -250,9 +250,12 @@ def run(plan: Plan, phase: str, num_jobs: int, regimes: Sequence[str], methods: 
 def tables(plan: Plan, regimes: Sequence[str] = (), names: Sequence[str] = (), against: str = "") -> str:
     """Markdown: for each regime what every method did in training, then, set by set, what came of it.
 
-    Differences are to the plan's first method, or to `against`.
+    Differences are to the plan's first method, or to `against`: a method, or one with its value (grpo_rates 2e-5).
     """
     found = plan.done("report")
+    titles = list(dict.fromkeys(map(_title, found)))
+    if " " in against and against not in titles:
+        raise UserError(f"--against {against!r} is not reported; allowed: {', '.join(titles)}")
     parts = []
     for regime in regimes or plan.tables["regimes"]:
         here = [line for line in found if line["regime"] == regime]
@@ -260,7 +263,7 @@ def tables(plan: Plan, regimes: Sequence[str] = (), names: Sequence[str] = (), a
         if not methods:
             continue
         first = next(iter(methods))
-        chosen = next((title for title, own in methods.items() if own[0]["method"] == against), "")
+        chosen = next((title for title, own in methods.items() if against in (title, own[0]["method"])), "")
         shown = {title: own for title, own in methods.items() if not names or own[0]["method"] in names}
         parts.append(_table(f"{regime}, training", ["", "seeds", *TOLD.values()], map(_training_row, shown.values())))
         for where in records.evaluation_sets([as_run(line) for line in here]):
@@ -378,7 +381,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--regime", action="append", default=[], help="only this one; repeatable")
     parser.add_argument("--method", action="append", default=[], help="only this one; repeatable")
-    parser.add_argument("--against", default="", help="of tables: the method that differences are to; else the first")
+    parser.add_argument("--against", default="", help="of tables: what differences are to, METHOD or 'METHOD VALUE'")
     parser.add_argument("--into", type=Path, default=Path("docs/results/figures"), help="where figures go")
     args = parser.parse_args()
     try:
@@ -387,7 +390,7 @@ def main() -> None:
         if not args.plan.is_file():
             raise UserError(f"{args.plan}: no such plan")
         plan = Plan(read_toml(args.plan), args.out)
-        plan.check(args.regime, [*args.method, *filter(None, [args.against])])
+        plan.check(args.regime, [*args.method, *args.against.split()[:1]])
         if args.action == "run":
             run(plan, args.phase, args.jobs, args.regime, args.method)
         elif args.action == "list":

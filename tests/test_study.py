@@ -136,6 +136,15 @@ def test_differences_may_be_to_another_method(study: Any, plan: Any, tmp_path: P
     assert "0.300<br>**-0.200 [-0.200, -0.200]**" in row
 
 
+def test_differences_may_be_to_one_value_of_a_method(study: Any, plan: Any, tmp_path: Path) -> None:
+    plan.tables["methods"]["grpo"] |= {"every_value": True}
+    write(tmp_path / "report.jsonl", [line("grpo", "1e-5", 0, 0.3), line("grpo", "1e-4", 0, 0.5)])
+    text = study.tables(plan, against="grpo 1e-4")
+    assert "| grpo 1e-5 (to grpo 1e-4) |" in text
+    with pytest.raises(UserError, match="--against 'grpo 1e-3' is not reported; allowed: grpo 1e-5, grpo 1e-4"):
+        study.tables(plan, against="grpo 1e-3")
+
+
 def test_what_ran_before_tuning_chose_another_value_does_not_count(study: Any, plan: Any, tmp_path: Path) -> None:
     stale = [line("grpo", "1e-4", seed, 0.1) for seed in range(3)]
     reported = [line("grpo", "1e-5", seed, 0.5) for seed in range(3)] + [
