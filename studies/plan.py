@@ -1,0 +1,148 @@
+"""A study's plan, and what its finished runs say: which value each knob was tuned to follows from their lines."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eepo.reports import runs as records
+from eepo.reports.measures import full_evaluations, value
+from eepo.runlog import read_lines
+from eepo.types import UserError
+
+
+@dataclass(frozen=True)
+class Run:
+    regime: str
+    method: str
+    value: str  # of the knob it is tuned over; "" if there is none
+    seed: int
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.regime) / f"{self.method}={self.value or 'as-is'}" / f"seed-{self.seed}"
+
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        return self.regime, self.method, self.value, self.seed
+
+
+@dataclass
+class Plan:
+    """As the file says."""
+
+    tables: dict[str, Any]
+    out: Path
+    chosen: dict[tuple[str, str], str] = field(default_factory=dict)  # by regime and method: what tuning found best
+
+    def __post_init__(self) -> None:
+        """A comparison that cannot be made is refused before anything runs."""
+        methods = self.tables["methods"]
+        for name, method in methods.items():
+            other = methods.get(method.get("against", name))
+            if other is None:
+                raise UserError(f"{name}: against = {method['against']} is not a method; allowed: {', '.join(methods)}")
+            if "against" in method and not (method.get("every_value") and other.get("every_value")):
+                raise UserError(f"{name}: against = {method['against']} needs every_value in both")
+
+    def command(self, run: Run, folder: Path) -> tuple[str, ...]:
+        regime, method = self.tables["regimes"][run.regime], self.tables["methods"][run.method]
+        knobs = [*self.tables.get("set", []), *regime.get("set", []), *self.knobs(run.regime, run.method, run.value)]
+        sets = [part for knob in [*knobs, f"training.seed={run.seed}"] for part in ("--set", knob)]
+        recipe = method.get("recipe", regime["recipe"])
+        return ("eepo", "train", recipe, "--out", str(folder), "--resume", *sets)
+
+    def knobs(self, regime: str, name: str, value: str) -> list[str]:
+        """Those of the methods below it, tuned, then its own."""
+        method = self.tables["methods"][name]
+        below = [knob for base in method.get("base", []) for knob in self.knobs(regime, base, self.value(regime, base))]
+        own = [f"{method['tune']}={value}"] if value else []
+        shares = [f"{knob}={total // int(value)}" for knob, total in method.get("shares", {}).items()]
+        return [*below, *method.get("set", []), *own, *shares]
+
+    def methods(self, regime: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        for name, method in self.tables["methods"].items():
+            if regime in method.get("regimes", self.tables["regimes"]):
+                yield name, method
+
+    def runs(self, phase: str, regimes: Sequence[str], methods: Sequence[str]) -> list[Run]:
+        """Seed after seed, so that a study that is stopped has whole seeds."""
+        self.check(regimes, methods)
+        found = []
+        for seed in self.tables["seeds"][phase]:
+            for regime in regimes or self.tables["regimes"]:
+                for name, _ in self.methods(regime):
+                    if not methods or name in methods:
+                        found += [Run(regime, name, value, seed) for value in self.values(phase, regime, name)]
+        return found
+
+    def check(self, regimes: Sequence[str], methods: Sequence[str]) -> None:
+        """That the plan has what is asked for."""
+        for asked, known in ((regimes, self.tables["regimes"]), (methods, self.tables["methods"])):
+            if strange := set(asked) - set(known):
+                raise UserError(f"{', '.join(sorted(strange))} is not in the plan; allowed: {', '.join(known)}")
+
+    def values(self, phase: str, regime: str, name: str) -> list[str]:
+        """Of the knob that a method is tuned over: those that this phase runs."""
+        method = self.tables["methods"][name]
+        every = [str(value) for value in method.get("values", [])]
+        if method.get("every_value"):
+            return every if phase == "report" else []
+        return [self.value(regime, name)] if phase == "report" else every
+
+    def done(self, phase: str) -> list[dict[str, Any]]:
+        """Lines of runs whose knobs are those they would have now: tuning may have chosen others since."""
+        return [line for line in self.lines(phase) if self._holds(phase, line)]
+
+    def _holds(self, phase: str, line: dict[str, Any]) -> bool:
+        regime, name, value = line["regime"], line["method"], line["value"]
+        if name not in dict(self.methods(regime)) or value not in self.values(phase, regime, name):
+            return False
+        return line.get("knobs") == self.knobs(regime, name, value)
+
+    def lines(self, phase: str) -> list[dict[str, Any]]:
+        path = self.out / f"{phase}.jsonl"
+        return list(read_lines(path)) if path.exists() else []
+
+    def value(self, regime: str, name: str) -> str:
+        """Of the knob that is tuned: the one whose tuning runs are best, by its measures; "" without one."""
+        method = self.tables["methods"][name]
+        if "values" not in method:
+            return ""
+        if (regime, name) not in self.chosen:
+            self.chosen[regime, name] = self._best(regime, name, method)
+        return self.chosen[regime, name]
+
+    def _best(self, regime: str, name: str, method: dict[str, Any]) -> str:
+        scores: dict[str, list[float]] = {}
+        measures = method.get("objective", self.tables["objective"])
+        for line in self.lines("tune"):
+            here = (line["regime"], line["method"]) == (regime, name)
+            if here and line.get("knobs") == self.knobs(regime, name, line["value"]):
+                scores.setdefault(line["value"], []).append(objective(line, measures))
+        if not scores:
+            raise UserError(f"{regime}, {name}: nothing is tuned yet; run --phase tune --method {name} first")
+        return max(scores, key=lambda value: statistics.mean(scores[value]))
+
+
+def objective(line: dict[str, Any], names: Sequence[str]) -> float:
+    """The mean of measures such as in_range/greedy."""
+    return statistics.mean(final(line, *name.split("/")) for name in names)
+
+
+def final(line: dict[str, Any], where: str, measure: str) -> float:
+    [row] = full_evaluations([as_run(line)], where)
+    found = value(row, measure)
+    if found is None:
+        raise UserError(f"{where} has no {measure}")
+    return found
+
+
+def as_run(line: dict[str, Any]) -> records.Run:
+    """A run as reports know it."""
+    return records.Run(
+        Path(line["regime"]), line["method"], line["seed"], {}, {}, line["metrics"], line["evaluations"], [], [], 0
+    )
