@@ -41,14 +41,17 @@ class NoTokenizer:
 class Forced(PagedEngine):
     """With a length for each (prompt, sample), and no end before it: random weights never end.
 
-    Its cache stays between calls if it would in a run that trains such a model on this card, with checkpointing.
+    Its cache stays between calls if it would in a run that trains such a model on this card: with checkpointing, if
+    nothing else is said.
     """
 
-    def __init__(self, model: Any, max_rows: int, lengths: dict[tuple[str, int], int]) -> None:
+    def __init__(
+        self, model: Any, max_rows: int, lengths: dict[tuple[str, int], int], training: ModelConfig | None = None
+    ) -> None:
         keep = None
         if model.device.type == "cuda":
             shape = memory.shape_of(model.config, num_parameters(model))
-            config = RunConfig(model=ModelConfig(gradient_checkpointing=True))
+            config = RunConfig(model=training or ModelConfig(gradient_checkpointing=True))
             keep = memory.spare(shape, config, torch.bfloat16, torch.cuda.mem_get_info(model.device)[1])
         super().__init__(model, NoTokenizer(), max_rows, keep_bytes=keep)
         self.ends.fill_(-1)

@@ -26,7 +26,7 @@ import torch
 
 from eepo.algorithm import EEPO
 from eepo.compiled import compile_layers
-from eepo.config import AlgorithmConfig
+from eepo.config import AlgorithmConfig, ModelConfig
 from eepo.metrics import StepMetrics
 from eepo.optimizers import build_optimizer
 from eepo.policy import Policy
@@ -53,7 +53,8 @@ def ours(args: argparse.Namespace, device: torch.device, **options: Any) -> list
     lengths = _lengths(args)
     by_row = {(prompts[place // GROUP].id, place % GROUP): n for place, n in enumerate(lengths)}
     model = shapes.new_model(args.shape, torch.float32, device)
-    engine = shapes.Forced(copy.deepcopy(model).to(torch.bfloat16), args.rows, by_row)
+    training = ModelConfig(micro_batch_tokens=args.tokens, head_tokens=args.head)
+    engine = shapes.Forced(copy.deepcopy(model).to(torch.bfloat16), args.rows, by_row, training)
     frozen = copy.deepcopy(model).requires_grad_(False)
     reference = Policy(frozen, args.tokens, args.head, torch.bfloat16)
     policy = Policy(model, args.tokens, args.head)
@@ -171,6 +172,7 @@ def main() -> None:
         memory = f"{torch.cuda.max_memory_allocated() / 1e9:.0f}" if device.type == "cuda" else ""
         cells = ["" if one is None else f"{one:.2f}" for one in shown]
         table.append([name, *cells, f"{totals[name]:.2f}", ratio, memory])
+        print(f"  {dict(zip([*PHASES, 'step', 'to GRPO', 'GB'], table[-1][1:], strict=True))}", flush=True)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()

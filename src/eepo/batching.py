@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -131,7 +132,7 @@ def _collate(
         inputs=layout.pack(tokens, grouped, device) if packed else _pad(tokens, before + own, device),
         predictors=send(layout.predictors(), device),
         targets=send(_flat(completions, torch.int64), device),
-        places=send((longest * torch.arange(len(rows))).repeat_interleave(own) + within, device),
+        places=send(_repeat(longest * torch.arange(len(rows)), own) + within, device),
         mask=send(torch.arange(longest) < own.unsqueeze(1), device),
     )
 
@@ -151,14 +152,12 @@ class _Layout:
     def predictors(self) -> Tensor:
         """[C] of the states that predict completion tokens: the end of the prompt, then one after the other."""
         within = _ranges(self.own)
-        first, later = (
-            (part - 1).repeat_interleave(self.own) for part in (self.prompts + self.before, self.completions)
-        )
+        first, later = (_repeat(part - 1, self.own) for part in (self.prompts + self.before, self.completions))
         return torch.where(within == 0, first, later + within)
 
     def pack(self, tokens: Tensor, grouped: bool, device: torch.device) -> Packed:
         lengths = self.before + self.own - self.left_out
-        positions = _ranges(lengths) + self.left_out.repeat_interleave(lengths)
+        positions = _ranges(lengths) + _repeat(self.left_out, lengths)
         both = send(torch.stack([tokens, positions]), device)
         whole = self._whole(device) if grouped else None
         return Packed(both[:1], both[1:], _starts(lengths, device), int((self.before + self.own).max()), whole)
@@ -167,7 +166,7 @@ class _Layout:
         lengths = self.before + self.own
         within = _ranges(lengths)
         columns = self.before, self.prompts, self.completions
-        before, prompts, completions = (column.repeat_interleave(lengths) for column in columns)
+        before, prompts, completions = (_repeat(column, lengths) for column in columns)
         places = torch.where(within < before, prompts + within, completions + within - before)
         return Whole(send(places, device), _starts(lengths, device))
 
@@ -189,7 +188,12 @@ def _begins(lengths: Tensor) -> Tensor:
 
 def _ranges(lengths: Tensor) -> Tensor:
     """0, 1, … for each of the lengths, one after the other."""
-    return torch.arange(int(lengths.sum())) - _begins(lengths).repeat_interleave(lengths)
+    return torch.arange(int(lengths.sum())) - _repeat(_begins(lengths), lengths)
+
+
+def _repeat(values: Tensor, counts: Tensor) -> Tensor:
+    """Each of them so many times. torch's own way wakes every thread, for however little."""
+    return torch.from_numpy(np.repeat(values.numpy(), counts.numpy()))
 
 
 def _flat(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
