@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -55,24 +55,14 @@ def gradient(demo_policy: Policy, demo_pairs: Pairs) -> dict[str, Tensor]:
 
 
 class Counting:
-    """A probe that counts how often it is asked."""
+    """KL of a rate, and how often it was asked for."""
 
-    def __init__(self, probe: Any) -> None:
-        self.probe, self.rates = probe, []
+    def __init__(self, kl_of: Callable[[float], float]) -> None:
+        self.kl_of, self.rates = kl_of, list[float]()
 
-    def measure(self, gradient: Any, lr: float) -> Any:
+    def __call__(self, lr: float) -> float:
         self.rates.append(lr)
-        return self.probe.measure(gradient, lr)
-
-
-class Formula:
-    """A probe whose KL is a formula of the rate."""
-
-    def __init__(self, kl: Any) -> None:
-        self.kl = kl
-
-    def measure(self, gradient: Any, lr: float) -> Any:
-        return SimpleNamespace(kl=self.kl(lr))
+        return self.kl_of(lr)
 
 
 def plain_kl(model: Any, moved: Any, pairs: Pairs, plain_scores: Any) -> float:
@@ -100,14 +90,15 @@ def test_the_rate_found_meets_its_kl(
     plain_scores: Any,
 ) -> None:
     rows = list(range(len(demo_pairs)))
-    probe = Counting(Probe(demo_policy, demo_pairs, rows, 64, 1.0, loss_over(demo_pairs)))
-    lr = lr_for_kl(probe, gradient, target, start)  # type: ignore[arg-type]
+    probe = Probe(demo_policy, demo_pairs, rows, 64, 1.0, loss_over(demo_pairs))
+    kl_of = Counting(lambda lr: probe.measure(gradient, lr).kl)
+    lr = lr_for_kl(kl_of, target, start)
     kl = plain_kl(demo_policy.model, stepped(demo_policy.model, gradient, lr), demo_pairs, plain_scores)
     assert kl == pytest.approx(target, rel=0.15)
-    assert len(probe.rates) > 1
-    probe.rates.clear()
-    assert lr_for_kl(probe, gradient, target, lr) == lr  # type: ignore[arg-type]
-    assert probe.rates == [lr]  # its own answer is good enough: one look
+    assert len(kl_of.rates) > 1
+    kl_of.rates.clear()
+    assert lr_for_kl(kl_of, target, lr) == lr
+    assert kl_of.rates == [lr]  # its own answer is good enough: one look
 
 
 def test_an_effect_is_measured_as_a_plain_pass_would(
@@ -150,27 +141,26 @@ def test_rows_without_loss_still_count_for_the_kl(
 
 @pytest.mark.parametrize("start", [1e-6, 1e-3, 1.0])
 def test_few_looks_suffice_where_kl_grows_as_the_square(start: float) -> None:
-    probe = Counting(Formula(lambda lr: 40 * lr**2))
-    lr = lr_for_kl(probe, {}, 1e-3, start)  # type: ignore[arg-type]
+    kl_of = Counting(lambda lr: 40 * lr**2)
+    lr = lr_for_kl(kl_of, 1e-3, start)
     assert lr == pytest.approx(math.sqrt(1e-3 / 40), rel=0.06)
-    assert len(probe.rates) <= MAX_TRIES
+    assert len(kl_of.rates) <= MAX_TRIES
 
 
 @pytest.mark.parametrize("power", [1, 3, 4, 6])
 def test_a_kl_that_grows_faster_or_slower_than_the_square_is_met_too(power: int) -> None:
     """On a trained policy the fourth power and more were measured."""
-    lr = lr_for_kl(Formula(lambda lr: (100 * lr) ** power), {}, 1e-3, 3e-3)  # type: ignore[arg-type]
+    lr = lr_for_kl(lambda lr: (100 * lr) ** power, 1e-3, 3e-3)
     assert (100 * lr) ** power == pytest.approx(1e-3, rel=0.15)
 
 
 def test_a_step_that_blows_up_is_made_smaller() -> None:
-    probe = Formula(lambda lr: math.nan if lr > 0.5 else math.inf if lr > 0.05 else 40 * lr**2)
-    lr = lr_for_kl(probe, {}, 1e-3, 3.0)  # type: ignore[arg-type]
+    lr = lr_for_kl(lambda lr: math.nan if lr > 0.5 else math.inf if lr > 0.05 else 40 * lr**2, 1e-3, 3.0)
     assert lr == pytest.approx(math.sqrt(1e-3 / 40), rel=0.06)
 
 
 def test_a_step_without_effect_grows_within_bounds() -> None:
-    probe = Counting(Formula(lambda lr: 0.0))
-    assert 1e-3 < lr_for_kl(probe, {}, 1e-3, 1e-3) <= LR_BOUNDS[1]  # type: ignore[arg-type]
-    assert len(probe.rates) == MAX_TRIES
-    assert lr_for_kl(Formula(lambda lr: math.nan), {}, 1e-3, 1e-8) == LR_BOUNDS[0]  # type: ignore[arg-type]
+    kl_of = Counting(lambda lr: 0.0)
+    assert 1e-3 < lr_for_kl(kl_of, 1e-3, 1e-3) <= LR_BOUNDS[1]
+    assert len(kl_of.rates) == MAX_TRIES
+    assert lr_for_kl(lambda lr: math.nan, 1e-3, 1e-8) == LR_BOUNDS[0]

@@ -91,7 +91,7 @@ class EEPO:
             wanted = [one for group in rollout.rewards for one in to_unlearn(group, options.unlearn_on)]
 
         def loss(batch: MicroBatch, scores: Scores, seen_by: Probe | None = None) -> Tensor | None:
-            gate = unlearn_gate(scores, batch, options) & batch.pick(wanted).bool().unsqueeze(1)
+            gate = unlearn_gate(scores, batch.mask, options) & batch.pick(wanted).bool().unsqueeze(1)
             if seen_by:  # the pass for the gradient: what it sees serves the gate, the probe and the metrics
                 metrics.record_gate(gate)
                 seen_by.see(batch, scores)  # given, not closed over: a cycle would hold the gradient for many steps
@@ -112,7 +112,8 @@ class EEPO:
         if not any(part.any() for part in gradient.values()):  # nothing gated, or all of it saturated
             return
         if options.unlearn_lr == "auto":
-            lr = self.auto_lr = lr_for_kl(probe, gradient, options.unlearn_kl_target * self.unlearn_scale, self.auto_lr)
+            target = options.unlearn_kl_target * self.unlearn_scale
+            lr = self.auto_lr = lr_for_kl(lambda lr: probe.measure(gradient, lr).kl, target, self.auto_lr)
         else:
             lr = options.unlearn_lr * self.unlearn_scale
         metrics.record_unlearning(lr, effect := probe.measure(gradient, lr))  # θ′ is loaded to be measured, and stays
@@ -169,11 +170,11 @@ def to_unlearn(rewards: list[float], choice: str) -> list[bool]:
     return [{"rewarded": one > 0, "unrewarded": one <= 0, "stuck": len({*rewards}) == 1}[choice] for one in rewards]
 
 
-def unlearn_gate(scores: Scores, batch: MicroBatch, options: AlgorithmConfig) -> Tensor:  # bool [B, T]
+def unlearn_gate(scores: Scores, mask: Tensor, options: AlgorithmConfig) -> Tensor:  # bool [B, T]
     """Which tokens are unlearned, once the step's own gate is open."""
     if options.gate == "token":
-        return token_gate(scores.entropies.detach(), batch.mask, options.gate_threshold, options.gate_window)
-    return batch.mask
+        return token_gate(scores.entropies.detach(), mask, options.gate_threshold, options.gate_window)
+    return mask
 
 
 def complementary_loss(  # [B, T] each; complements: log(1 − p) from the other tokens

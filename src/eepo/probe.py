@@ -107,8 +107,8 @@ class Probe:
         return effect
 
 
-def lr_for_kl(probe: Probe, gradient: Mapping[str, Tensor], target: float, start: float) -> float:
-    """A rate whose step moves θ by about `target` KL.
+def lr_for_kl(kl_of: Callable[[float], float], target: float, start: float) -> float:
+    """A rate whose step moves θ by about `target` KL; `kl_of` says by how much one does.
 
     For small steps KL grows as the square of the rate, for larger ones faster: follow the slope between the last two
     tries, but stay inside the bracket they leave. If no try is close enough, the largest that did not overshoot.
@@ -116,7 +116,7 @@ def lr_for_kl(probe: Probe, gradient: Mapping[str, Tensor], target: float, start
     lr, low, high = start, LR_BOUNDS[0], LR_BOUNDS[1]
     last: tuple[float, float] | None = None  # log lr, log kl
     for _ in range(MAX_TRIES):
-        kl = probe.measure(gradient, lr).kl
+        kl = kl_of(lr)
         if target / CLOSE_ENOUGH <= kl <= target * CLOSE_ENOUGH:
             return lr
         if kl < target:

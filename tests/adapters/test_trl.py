@@ -48,7 +48,8 @@ def build(tmp_path: Path, sharp_model: Callable[[], Any], tokenizer: Any, demo_p
     """A trainer on 8 prompts: EEPO's, or TRL's own for `eepo=False`. Two groups of 4 in each generation batch."""
 
     def make(eepo: bool = True, model: Any = None, **settings: Any) -> Any:
-        extra = {name: settings.pop(name) for name in ("tools", "rollout_func", "peft_config") if name in settings}
+        others = ("tools", "rollout_func", "peft_config", "reward_funcs")
+        extra = {"reward_funcs": reward} | {name: settings.pop(name) for name in others if name in settings}
         data = Dataset.from_list([{"prompt": prompt.text} for prompt in demo_prompts[:8]])
         defaults = {
             "output_dir": str(tmp_path / "run"),
@@ -68,7 +69,6 @@ def build(tmp_path: Path, sharp_model: Callable[[], Any], tokenizer: Any, demo_p
         args = (EEPOConfig if eepo else GRPOConfig)(**(defaults | settings))
         return (EEPOTrainer if eepo else GRPOTrainer)(
             model=sharp_model() if model is None else model,
-            reward_funcs=reward,
             args=args,
             train_dataset=data,
             eval_dataset=data,
@@ -185,11 +185,21 @@ def test_theta_comes_back_when_sampling_stage_2_fails(build: Build, fingerprint:
 
 
 def plain_loss(
-    model: Any, rows: tuple[Any, ...], scores_of: Any, gate: str, kind: str, threshold: float, temperature: float
+    model: Any,
+    rows: tuple[Any, ...],
+    scores_of: Any,
+    gate: str,
+    kind: str,
+    threshold: float,
+    temperature: float,
+    wanted: list[bool] | None = None,
 ) -> Tensor:
     """Mean over completions of (1 / T) Σ gated -log(1 - p), one row and one token at a time, in float64."""
     total = torch.zeros((), dtype=torch.float64)
-    for prompt_ids, ids in zip(rows[0], rows[1], strict=True):
+    chosen = [True] * len(rows[1]) if wanted is None else wanted
+    for prompt_ids, ids, one in zip(rows[0], rows[1], chosen, strict=True):
+        if not one:
+            continue
         prompt, completion = Prompt("", "", tuple(prompt_ids)), Completion(tuple(ids), (), "", True)
         scores = scores_of(model, prompt, completion, temperature)
         for t in range(len(ids)):
@@ -238,6 +248,90 @@ def test_the_kl_it_reports_grows_with_the_step(build: Build) -> None:
         trainer.train()
     kls = [trainer.state.log_history[0]["eepo/kl"] for trainer in (gentle, strong)]
     assert 0 < 10 * kls[0] < kls[1]
+
+
+@pytest.mark.parametrize("target", [1e-4, 1e-2])
+def test_a_kl_target_is_met_and_theta_comes_back(build: Build, fingerprint: Any, target: float) -> None:
+    trainer = build(gate="always", unlearn_kl_target=target, unlearn_lr=0.3, per_device_train_batch_size=8)
+    watched, restored, generate = Watched(trainer), [], trainer._generate
+
+    def check(prompts: list[Any]) -> Any:
+        before = fingerprint(weights(trainer))
+        rows = generate(prompts)
+        restored.append(fingerprint(weights(trainer)) == before)
+        return rows
+
+    trainer._generate = check
+    trainer.train()
+    assert restored == [True] * 3
+    logs = [entry for entry in trainer.state.log_history if "eepo/kl" in entry]
+    assert len(logs) == 3
+    for log, (theta, _), (theta_prime, _) in zip(logs, watched.stages[0::2], watched.stages[1::2], strict=True):
+        assert target / 1.11 < log["eepo/kl"] < target * 1.11
+        assert log["eepo/unlearn_lr"] < 0.3
+        assert fingerprint(theta) != fingerprint(theta_prime)
+    assert trainer.auto_lr == logs[-1]["eepo/unlearn_lr"]
+
+
+def graded(choice: str, texts: list[str]) -> list[bool]:
+    """Which of stage 1 are to be unlearned: groups of two."""
+    rewards = zero_or_more(texts)
+    if choice == "stuck":
+        return [rewards[row - row % 2] == rewards[row - row % 2 + 1] for row in range(len(rewards))]
+    return [(one > 0) == (choice == "rewarded") for one in rewards]
+
+
+def zero_or_more(completions: list[str], **_: Any) -> list[float]:
+    return [float(sum(map(ord, text)) % 2) for text in completions]
+
+
+@pytest.mark.parametrize("choice", ["rewarded", "unrewarded", "stuck"])
+def test_only_what_its_rewards_choose_is_unlearned_and_nothing_is_graded_twice(
+    build: Build, sharp_model: Any, plain_scores: Any, tokenizer: Any, choice: str
+) -> None:
+    asked: list[str] = []
+
+    def counted(completions: list[str], log_extra: Any, **_: Any) -> list[float]:
+        asked.extend(completions)
+        log_extra("text", completions)
+        return zero_or_more(completions)
+
+    lr = 0.05
+    trainer = build(
+        gate="always", unlearn_on=choice, unlearn_lr=lr, unlearn_eps=0.02, reward_funcs=counted,
+        per_device_train_batch_size=16, max_steps=1,
+    )  # fmt: skip
+    watched = Watched(trainer)
+    trainer.train()
+    (theta, first), (theta_prime, second) = watched.stages
+    texts = [tokenizer.batch_decode(stage[1], skip_special_tokens=True) for stage in (first, second)]
+    wanted = graded(choice, texts[0])
+    assert 0 < sum(wanted) < len(wanted)
+    model = sharp_model().double()
+    plain_loss(model, first, plain_scores, "always", "comp", 0.0, 1.0, wanted).backward()
+    for name, weight in model.named_parameters():
+        step = theta_prime[name].double() - theta[name].double()
+        torch.testing.assert_close(step, -lr * weight.grad, atol=2e-6, rtol=1e-3)
+    in_turn = [text for pair in zip(*texts, strict=True) for text in pair]
+    assert sorted(asked) == sorted(in_turn)
+    assert list(trainer._logs["completion"]) == list(trainer._logs["extra"]["text"]) == in_turn
+    assert list(trainer._logs["rewards"]["counted"]) == zero_or_more(in_turn)
+    log = trainer.state.log_history[0]
+    assert log["eepo/stage1_reward"] == pytest.approx(sum(zero_or_more(texts[0])) / len(texts[0]))
+    assert "eval_reward" in trainer.evaluate()  # one stage, all of it graded at once
+
+
+def test_where_no_reward_chooses_anything_theta_prime_is_theta(build: Build, fingerprint: Any) -> None:
+    trainer = build(
+        gate="always",
+        unlearn_on="rewarded",
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        max_steps=1,
+    )
+    watched = Watched(trainer)
+    trainer.train()
+    assert fingerprint(watched.stages[0][0]) == fingerprint(watched.stages[1][0])
+    assert trainer.state.log_history[0]["eepo/gated_share"] == 0
 
 
 def test_a_shut_gate_leaves_theta_prime_theta(build: Build, fingerprint: Any) -> None:
@@ -383,6 +477,15 @@ def test_resuming_keeps_the_gate_history_and_equals_never_stopping(build: Build,
     assert fingerprint(weights(resumed)) == fingerprint(weights(whole))
 
 
+def test_resuming_keeps_the_rate_that_was_chosen_last(build: Build, fingerprint: Any) -> None:
+    settings = {"gate": "always", "unlearn_kl_target": 1e-3, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    whole = trained(build(**settings))
+    resumed = build(**settings)
+    resumed.train(resume_from_checkpoint=f"{resumed.args.output_dir}/checkpoint-2")
+    assert resumed.auto_lr == whole.auto_lr
+    assert fingerprint(weights(resumed)) == fingerprint(weights(whole))
+
+
 def test_a_checkpoint_of_grpo_can_be_gone_on_with(build: Build) -> None:
     settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     build(eepo=False, **settings).train()
@@ -519,6 +622,29 @@ def test_weights_shared_out_over_two_processes_agree_with_one(run_processes: Any
         torch.testing.assert_close(two[name], value, atol=1e-6, rtol=1e-5, msg=name)
 
 
+CHOICES = ['unlearn_on="unrewarded"', "unlearn_kl_target=1e-2", 'gate="always"']
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_two_processes_choose_the_same_rows_and_rate_as_one(run_processes: Any, sharded: bool) -> None:
+    config, port = str(Path(__file__).parents[2] / "examples" / "fsdp2.yaml"), str(20_000 + os.getpid() % 20_000)
+    accelerate = [
+        "accelerate.commands.launch",
+        "--config_file",
+        config,
+        "--num_processes=2",
+        "--main_process_port",
+        port,
+    ]
+    one = run_processes(1, "per_device_train_batch_size=8", "gradient_accumulation_steps=2", *CHOICES)
+    settings = ["per_device_train_batch_size=4", "gradient_accumulation_steps=2", *CHOICES]
+    two = run_processes(2, *settings, launcher=accelerate if sharded else None)
+    assert (one["sampled"][1::2] - one["sampled"][0::2]).abs().amax(1).max() > 1e-3
+    assert torch.equal(two["restored"], two["sampled"][0::2])
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, atol=1e-6, rtol=1e-4, msg=name)
+
+
 # --- mistakes
 
 
@@ -529,7 +655,9 @@ def test_weights_shared_out_over_two_processes_agree_with_one(run_processes: Any
         ({"gate": "sometimes"}, 'gate = "sometimes" must be one of "token", "step", "always", "never"'),
         ({"gate_window": 0}, "gate_window = 0 must be a whole number >= 1"),
         ({"gate_threshold": -1.0}, "gate_threshold = -1.0 must be"),
-        ({"unlearn_lr": "auto"}, "unlearn_lr = 'auto' must be a number"),
+        ({"unlearn_lr": "auto"}, "unlearn_lr = 'auto' must be a number here; unlearn_kl_target chooses it"),
+        ({"unlearn_kl_target": 0.0}, "unlearn_kl_target = 0.0 must be"),
+        ({"unlearn_on": "good"}, 'unlearn_on = "good" must be one of "all", "rewarded", "unrewarded", "stuck"'),
         ({"unlearn_eps": 0.0}, "unlearn_eps = 0.0 must be"),
         ({"unlearn_loss": "kl"}, 'unlearn_loss = "kl" must be one of "comp", "nll"'),
         ({"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching = True must be False"),
@@ -589,9 +717,11 @@ def test_the_range_is_that_of_the_extra() -> None:
 
 
 def test_knobs_come_from_the_command_line_too() -> None:
-    line = "--output_dir x --gate step --gate_window 5 --unlearn_lr 1e-3 --use_cpu --bf16 false"
-    (config,) = HfArgumentParser(EEPOConfig).parse_args_into_dataclasses(line.split())
+    line = "--output_dir x --gate step --gate_window 5 --unlearn_lr 1e-3 --unlearn_on stuck --use_cpu --bf16 false"
+    (config,) = HfArgumentParser(EEPOConfig).parse_args_into_dataclasses([*line.split(), "--unlearn_kl_target", "3e-2"])
     assert (config.gate, config.gate_window, config.unlearn_lr) == ("step", 5, 1e-3)
+    assert (config.unlearn_on, config.unlearn_kl_target) == ("stuck", 3e-2)
+    assert (config.algorithm.unlearn_lr, config.algorithm.unlearn_kl_target) == ("auto", 3e-2)
     assert config.algorithm.gate_window == 5
 
 
@@ -622,6 +752,9 @@ def test_signatures_and_arities_the_adapter_stands_on() -> None:
     ]
     assert len(returned(GRPOTrainer._generate).elts) == 8
     assert parameters(GRPOTrainer._generate_and_score_completions) == ["self", "inputs"]
+    graded = ["self", "inputs", "prompts", "completions", "completion_ids_list"]
+    assert parameters(GRPOTrainer._calculate_rewards) == graded
+    assert "self._pending_extra_logs[column]" in inspect.getsource(GRPOTrainer._log_completion_extra)
     scoring = parameters(GRPOTrainer._get_per_token_logps_and_entropies)
     assert scoring[:7] == [
         "self",

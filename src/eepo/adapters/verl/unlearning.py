@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eepo.algorithm import token_gate, unlearn_loss
+from eepo.algorithm import unlearn_gate, unlearn_loss
 from eepo.config import AlgorithmConfig
 from eepo.policy import Scores
 
@@ -28,9 +28,7 @@ def micro_batch_loss(
 ) -> tuple[Tensor, dict[str, float]]:
     """This micro-batch's part of the mean over all completions, and what it gated. Gate and loss share one forward."""
     mask = mask.bool()
-    gate = mask
-    if options.gate == "token":
-        gate = token_gate(scores.entropies.detach(), mask, options.gate_threshold, options.gate_window)
+    gate = unlearn_gate(scores, mask, options)
     if options.unlearn_on != "all":
         gate = gate & ((rewards > 0) == (options.unlearn_on == "rewarded")).unsqueeze(1)
     loss = unlearn_loss(scores, mask, gate, options) * (len(mask) / num_completions)

@@ -1,8 +1,4 @@
-"""EEPO inside TRL's `GRPOTrainer`: an import and two class names change in a script (docs/trl.md).
-
-TRL samples, grades and updates. Here stands what EEPO adds to a rollout: half of every group from θ, one step of
-unlearning, the other half from θ′, and each half's log-probabilities under the weights that sampled it. Gate and loss
-are `algorithm.py`'s. TRL samples from the very model it trains, so θ′ is written into it and θ comes back bit for bit.
+"""TRL's trainer with two-stage rollouts.
 
 A generation batch holds every prompt G times in a row, G even: even rows are stage 1, odd rows stage 2. That stays true
 where a process's slice cuts a group, as long as every slice is even.
@@ -13,111 +9,35 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from importlib import metadata
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Parameter
-from torch.nn.utils.rnn import pad_sequence
+from trl import GRPOTrainer
 
-from eepo import recipe
+from eepo.adapters.trl.config import EEPOConfig
+from eepo.adapters.trl.rows import MicroBatch, interleaved, micro_batch, padded, rows_of
+from eepo.adapters.trl.weights import moved, own_gradients, tried
 from eepo.advantages import advantage_weights
-from eepo.algorithm import kl_penalty, token_gate, unlearn_loss, unlearned_weights
-from eepo.config import AlgorithmConfig, RunConfig
+from eepo.algorithm import kl_penalty, to_unlearn, unlearn_gate, unlearn_loss
 from eepo.policy import Scores
+from eepo.probe import lr_for_kl
 from eepo.types import UserError
 
-OLDEST, TOO_NEW = (1, 15), (1, 17)  # as in pyproject.toml; tests/adapters/test_trl.py says what is relied on
 STATE_FILE = "eepo.json"  # in every checkpoint
-KNOBS = (
-    "gate", "gate_threshold", "gate_window", "unlearn_lr", "unlearn_loss", "unlearn_eps", "later_advantages",
-    "failure_weight",
-)  # fmt: skip
-
-
-def check_trl() -> None:
-    """Before anything of TRL is touched: another version may sample, order or score in another way."""
-    wanted = f"trl>={OLDEST[0]}.{OLDEST[1]},<{TOO_NEW[0]}.{TOO_NEW[1]}"
-    try:
-        found = metadata.version("trl")
-    except metadata.PackageNotFoundError:
-        raise UserError(
-            f"eepo.adapters.trl needs {wanted}, and trl is not installed: pip install 'eepo[trl]'"
-        ) from None
-    if not OLDEST <= tuple(map(int, found.split(".")[:2])) < TOO_NEW:
-        raise UserError(f"eepo.adapters.trl needs {wanted}, found trl {found}: pip install '{wanted}'")
-
-
-check_trl()
-from trl import GRPOConfig, GRPOTrainer  # noqa: E402  (only a version that passed)
+COMPLETION_IDS, COMPLETIONS = 1, 3  # places in what TRL returns of a rollout
 
 
 @dataclass
-class EEPOConfig(GRPOConfig):
-    """`GRPOConfig`, and EEPO's knobs with the names, meanings and defaults they have in a recipe's [algorithm]."""
+class Graded:
+    """Rows of stage 1."""
 
-    gate: Literal["token", "step", "always", "never"] = field(
-        default="token",
-        metadata={"help": "What is unlearned: tokens of low entropy, whole steps of low entropy, all, or nothing."},
-    )
-    gate_threshold: float = field(default=0.3, metadata={"help": "Entropy (nats) under which the gate opens."})
-    gate_window: int = field(default=3, metadata={"help": "Tokens, or steps, whose mean entropy the gate looks at."})
-    unlearn_lr: float = field(default=3e-3, metadata={"help": "Step size of the unlearning step."})
-    unlearn_loss: Literal["comp", "nll"] = field(
-        default="comp", metadata={"help": "-log(1 - p) of what was sampled, or ascent on its NLL."}
-    )
-    unlearn_eps: float = field(default=1e-4, metadata={"help": "p counts as at most 1 - unlearn_eps."})
-    later_advantages: Literal["all", "positive"] = field(
-        default="all", metadata={"help": "'positive': stage 2 is not punished for failing."}
-    )
-    failure_weight: float = field(
-        default=1.0, metadata={"help": "How much what does worse than its group counts, from 0 to 1."}
-    )
-
-    def __post_init__(self) -> None:
-        self._check_knobs()
-        super().__post_init__()
-        if self.gate != "never":
-            self._check_neighbours()
-
-    @property
-    def algorithm(self) -> AlgorithmConfig:
-        """The same knobs as `algorithm.py` reads them, each checked as in a recipe."""
-        return recipe.parse(
-            RunConfig, {"algorithm": {name: getattr(self, name) for name in KNOBS}}, "EEPOConfig"
-        ).algorithm
-
-    def _check_knobs(self) -> None:
-        if isinstance(self.unlearn_lr, str):
-            raise UserError(f"unlearn_lr = {self.unlearn_lr!r} must be a number here")
-        if self.algorithm.gate != "never" and (self.num_generations or 0) % 2:
-            raise UserError(f"num_generations must be even, one half for each stage, got {self.num_generations}")
-
-    def _check_neighbours(self) -> None:
-        """TRL's settings under which stages, gradient or restored weights would be silently wrong."""
-        rows = self.per_device_train_batch_size * self.steps_per_generation
-        if rows % 2:
-            raise UserError(f"per_device_train_batch_size * steps_per_generation must be even, got {rows}")
-        if self.fp16:
-            raise UserError("fp16 = True must be False: without loss scaling the unlearning gradient underflows")
-        if self.use_transformers_continuous_batching:
-            raise UserError("use_transformers_continuous_batching = True must be False: it rounds the trained weights")
-        optim = str(getattr(self.optim, "value", self.optim))
-        if any(word in optim for word in ("layerwise", "lomo")):
-            raise UserError(f"optim = {optim} must not update weights during a backward pass; try adamw_torch")
-
-
-@dataclass
-class MicroBatch:
-    """Some completions, padded as TRL pads: prompts on the left, completions on the right."""
-
-    input_ids: Tensor  # [B, P + T]
-    attention_mask: Tensor  # [B, P + T]
-    mask: Tensor  # [B, T] bool: True on completion tokens
+    rewards: Tensor  # [rows of all processes, functions]
+    extra: dict[str, list[Any]]  # what reward functions wrote beside completions
 
 
 class EEPOTrainer(GRPOTrainer):
@@ -133,7 +53,10 @@ class EEPOTrainer(GRPOTrainer):
             raise UserError(f"args must be an EEPOConfig, got {type(args).__name__}")
         self.options = args.algorithm
         self.gate_history: list[float] = []  # stage-1 entropies of the last steps
+        self.auto_lr = args.unlearn_lr  # with a KL target: what was chosen last
         self._rollout_logprobs: list[Tensor] | None = None  # of each row, while TRL scores a two-stage rollout
+        self._inputs: list[dict[str, Any]] = []  # rows of the data set, in that time
+        self._graded: Graded | None = None  # stage 1, if its rewards were wanted before stage 2
         self.num_generations: int  # G, TRL's
         super().__init__(model, reward_funcs, args, **others)
         if self.options.gate != "never":
@@ -174,12 +97,13 @@ class EEPOTrainer(GRPOTrainer):
             raise UserError("train_dataset: the sampler must give each prompt num_generations times in a row")
         first = self._sample(prompts[0::2])
         batches = self._micro_batches(first)
-        before, gradient = self._forget(batches)
-        with self._unlearned(gradient):
+        before, gradient = self._forget(batches, self._to_unlearn(prompts[0::2], first))
+        lr = self._rate(gradient, before, batches[0])
+        with self._unlearned(gradient, lr):
             second = self._sample(prompts[1::2])
             after = self._score(self._micro_batches(second), "stage2")
             if gradient is not None:
-                self._record_kl(before, batches[0])
+                self._record("kl", self._kl(before, batches[0]))
         self._rollout_logprobs = interleaved(before, after)
         return tuple(interleaved(*parts) for parts in zip(first, second, strict=True))
 
@@ -192,19 +116,46 @@ class EEPOTrainer(GRPOTrainer):
         finally:
             self.num_generations = whole
 
-    def _forget(self, batches: list[MicroBatch]) -> tuple[list[Tensor], dict[str, Tensor] | None]:
+    def _to_unlearn(self, prompts: list[Any], first: tuple[Any, ...]) -> list[bool]:
+        """Which rows of stage 1. Where that depends on rewards they are graded here, and not again."""
+        choice = self.options.unlearn_on
+        if choice == "all":
+            return [True] * len(prompts)
+        rewards = super()._calculate_rewards(self._inputs[0::2], prompts, first[COMPLETIONS], first[COMPLETION_IDS])
+        self._graded = Graded(rewards, dict(self._pending_extra_logs))
+        self._pending_extra_logs.clear()
+        totals = (rewards.cpu() * self.reward_weights.cpu()).nansum(1).view(-1, self.num_generations // 2)
+        wanted = [one for group in totals.tolist() for one in to_unlearn(group, choice)]  # of all processes, in order
+        start = self.accelerator.process_index * len(prompts)
+        return wanted[start : start + len(prompts)]
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
+        """Of the rows of both stages, in turn: stage 1 may have been graded."""
+        first, rows = self._graded, (inputs, prompts, completions, completion_ids_list)
+        if first is None:
+            return super()._calculate_rewards(*rows)
+        second = super()._calculate_rewards(*(part[1::2] for part in rows))
+        for column in {*first.extra, *self._pending_extra_logs}:  # what reward functions wrote beside completions
+            nothing = [None] * len(prompts[1::2])
+            ours, theirs = first.extra.get(column, nothing), self._pending_extra_logs.get(column, nothing)
+            even = len(ours) == len(theirs)
+            self._pending_extra_logs[column] = interleaved(ours, theirs) if even else [*ours, *theirs]
+        return torch.stack([first.rewards, second], 1).flatten(0, 1)
+
+    def _forget(self, batches: list[MicroBatch], wanted: list[bool]) -> tuple[list[Tensor], dict[str, Tensor] | None]:
         """Log-probabilities of stage 1 under θ, and ∇L over all processes; None where the gate lets nothing through.
 
         An update may be half accumulated: its gradients are set aside.
         """
-        num_rows = sum(len(batch.mask) for batch in batches)
+        num_rows = len(wanted)
         logprobs: list[Tensor] = []
         sums = torch.zeros(4, dtype=torch.float64, device=self.accelerator.device)  # tokens, entropies, gated, loss
         weights = self._weights()
         with own_gradients(weights), self._gradients_reduced():
             for batch in batches:
                 scores = self._forward(batch)
-                gate = self._gate(scores, batch)
+                chosen = torch.tensor(wanted[len(logprobs) :][: len(batch.mask)], device=batch.mask.device)
+                gate = unlearn_gate(scores, batch.mask, self.options) & chosen.unsqueeze(1)
                 loss = unlearn_loss(scores, batch.mask, gate, self.options) * len(batch.mask) / num_rows
                 loss.backward()
                 logprobs += rows_of(scores.logprobs.detach(), batch.mask)
@@ -218,32 +169,40 @@ class EEPOTrainer(GRPOTrainer):
             gradient = {name: self.accelerator.reduce(part, "mean") for name, part in gradient.items()}
         return logprobs, gradient
 
-    def _gate(self, scores: Scores, batch: MicroBatch) -> Tensor:  # bool [B, T]
-        if self.options.gate == "token":
-            return token_gate(
-                scores.entropies.detach(), batch.mask, self.options.gate_threshold, self.options.gate_window
-            )
-        return batch.mask
-
     def _record_stage_1(self, sums: list[float]) -> bool:
         """Remember the step's entropy; True where something is to be unlearned."""
         num_tokens, entropies, gated, loss = sums
         self.gate_history = [*self.gate_history, entropies / num_tokens][-self.options.gate_window :]
         low_entropy = sum(self.gate_history) / len(self.gate_history) < self.options.gate_threshold
-        opened = low_entropy if self.options.gate == "step" else gated > 0
+        opened = gated > 0 and (low_entropy or self.options.gate != "step")
         self._record("stage1_entropy", entropies / num_tokens)
         self._record("gated_share", gated / num_tokens if opened else 0.0)
         self._record("unlearn_loss", loss / self.accelerator.num_processes if opened else 0.0)
         return opened
 
+    def _rate(self, gradient: dict[str, Tensor] | None, before: list[Tensor], batch: MicroBatch) -> float:
+        """η: as it was given, or one that moves θ by the KL that was. Every process finds the same."""
+        if gradient is not None and self.options.unlearn_lr == "auto":
+            with tried(self._weights(), gradient) as put:
+
+                def kl_of(lr: float) -> float:
+                    put(lr)
+                    self._reshard()
+                    return self._kl(before, batch)
+
+                self.auto_lr = lr_for_kl(kl_of, self.options.unlearn_kl_target, self.auto_lr)
+                self._reshard()
+            self._record("unlearn_lr", self.auto_lr)
+        return self.auto_lr
+
     @contextmanager
-    def _unlearned(self, gradient: dict[str, Tensor] | None) -> Iterator[None]:
+    def _unlearned(self, gradient: dict[str, Tensor] | None, lr: float) -> Iterator[None]:
         """θ′ in the model, and in vLLM from its next use; θ in both afterwards. Without a gradient θ′ is θ."""
         if gradient is None:
             yield
             return
         try:
-            with moved(self._weights(), gradient, float(self.options.unlearn_lr)):
+            with moved(self._weights(), gradient, lr):
                 self._forget_copies()
                 yield
         finally:
@@ -305,6 +264,14 @@ class EEPOTrainer(GRPOTrainer):
         self._record(f"{name}_entropy", entropies / num_tokens)
         return logprobs
 
+    @torch.no_grad()
+    def _kl(self, before: list[Tensor], batch: MicroBatch) -> float:
+        """KL(θ‖θ′) a token, on the one micro-batch of stage 1 that each process can afford."""
+        after, num_tokens = self._forward(batch).logprobs, batch.mask.sum()
+        kl = kl_penalty(padded(before, after.shape), after, batch.mask)
+        total, tokens = self.accelerator.reduce(torch.stack([kl * num_tokens, num_tokens]), "sum").tolist()
+        return total / tokens
+
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -319,6 +286,7 @@ class EEPOTrainer(GRPOTrainer):
         )
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        self._inputs = inputs
         try:
             output = super()._generate_and_score_completions(inputs)
             if self._rollout_logprobs is not None:
@@ -328,7 +296,8 @@ class EEPOTrainer(GRPOTrainer):
             if self.model.training:
                 output["advantages"] = self._weighed(output["advantages"])
         finally:
-            self._rollout_logprobs = None
+            self._rollout_logprobs = self._graded = None
+            self._inputs = []
         return output
 
     def _weighed(self, advantages: Tensor) -> Tensor:  # [B] -> [B]
@@ -341,13 +310,6 @@ class EEPOTrainer(GRPOTrainer):
 
     def _record(self, name: str, value: float) -> None:
         self._metrics["train"][f"eepo/{name}"].append(value)
-
-    @torch.no_grad()
-    def _record_kl(self, before: list[Tensor], batch: MicroBatch) -> None:
-        """KL(θ‖θ′) a token, on the one micro-batch of stage 1 that each process can afford."""
-        after = self._forward(batch).logprobs
-        kl = kl_penalty(padded(before, after.shape), after, batch.mask)
-        self._record("kl", self.accelerator.reduce(kl, "mean").item())
 
     def _record_rewards(self) -> None:
         """TRL's log holds the rewards of the last generation batch, of all processes, in the order of its rows."""
@@ -362,69 +324,11 @@ class EEPOTrainer(GRPOTrainer):
         super()._save_checkpoint(model, trial)
         if self.args.should_save:
             folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-            (folder / STATE_FILE).write_text(json.dumps({"gate_history": self.gate_history}), encoding="utf-8")
+            state = {"gate_history": self.gate_history, "auto_lr": self.auto_lr}
+            (folder / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and (Path(checkpoint) / STATE_FILE).is_file():
-            self.gate_history = json.loads((Path(checkpoint) / STATE_FILE).read_text(encoding="utf-8"))["gate_history"]
-
-
-def micro_batch(prompts: list[Tensor], completions: list[Tensor], pad_id: int, device: torch.device) -> MicroBatch:
-    """Ragged token ids -> padded."""
-    ids, masks = [], []
-    for rows, side in ((prompts, "left"), (completions, "right")):
-        ids.append(pad_sequence(rows, batch_first=True, padding_value=pad_id, padding_side=side))
-        masks.append(pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=side))
-    return MicroBatch(torch.cat(ids, 1).to(device), torch.cat(masks, 1).to(device), masks[1].bool().to(device))
-
-
-def rows_of(values: Tensor, mask: Tensor) -> list[Tensor]:  # [B, T] -> B of [T_k]
-    return [row[: int(length)] for row, length in zip(values, mask.sum(1), strict=True)]
-
-
-def padded(rows: list[Tensor], shape: torch.Size) -> Tensor:  # [T_k] each -> [B, T]
-    """The first B rows, zero on the right."""
-    grid = rows[0].new_zeros(shape)
-    for place, row in zip(grid, rows, strict=False):
-        place[: len(row)] = row
-    return grid
-
-
-def interleaved(first: Any, second: Any) -> Any:
-    """Rows of both stages, in turn, in every part of what TRL returns of a rollout, whichever parts a version has."""
-    if type(first) is not type(second):
-        raise TypeError(f"stages returned a {type(first).__name__} and a {type(second).__name__}")
-    if isinstance(first, dict):
-        return {name: interleaved(first[name], second[name]) for name in first}
-    if isinstance(first, list):
-        return [row for pair in zip(first, second, strict=True) for row in pair]
-    return first
-
-
-@contextmanager
-def own_gradients(weights: dict[str, Parameter]) -> Iterator[None]:
-    """Inside, every `.grad` starts empty; what was there is back afterwards."""
-    kept = {name: weight.grad for name, weight in weights.items()}
-    for weight in weights.values():
-        weight.grad = None
-    try:
-        yield
-    finally:
-        for name, weight in weights.items():
-            weight.grad = kept[name]
-
-
-@contextmanager
-@torch.no_grad()
-def moved(weights: dict[str, Parameter], gradient: dict[str, Tensor], lr: float) -> Iterator[None]:
-    """θ − lr · gradient in place of θ. The gradient's memory holds θ meanwhile: exact, and no third copy."""
-    named = [(name, weights[name]) for name in gradient]
-    for name, stepped in unlearned_weights(named, gradient, lr, torch.float32):
-        gradient[name].copy_(weights[name])
-        weights[name].copy_(stepped)
-    try:
-        yield
-    finally:
-        for name, kept in gradient.items():
-            weights[name].copy_(kept)
+            state = json.loads((Path(checkpoint) / STATE_FILE).read_text(encoding="utf-8"))
+            self.gate_history, self.auto_lr = state["gate_history"], state.get("auto_lr", self.auto_lr)
