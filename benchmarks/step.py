@@ -5,7 +5,8 @@
 
 128 prompts with 8 completions each, two optimizer steps of 64 prompts, KL to a reference. Every stage-1 completion is
 unlearned (gate "always"): random weights are sure of nothing, so that the token gate would never open. Rewards are
-drawn. TRL's trainer gets the same model, batch and (fixed) lengths, bf16 weights, no checkpointing, and `generate`.
+drawn. TRL's trainer gets the same model, batch and (fixed) lengths, bf16 weights, no checkpointing, and `generate`;
+our EEPO inside it wants fp32 weights, and so has a peer with these.
 """
 
 from __future__ import annotations
@@ -81,20 +82,27 @@ def ours(args: argparse.Namespace, device: torch.device, **options: Any) -> list
     return rows[args.warm :]
 
 
-def trl(args: argparse.Namespace, device: torch.device) -> list[dict[str, float]]:
-    """Two optimizer steps for each generation, as ours; the time between the ends of such pairs."""
+def trl(
+    args: argparse.Namespace, device: torch.device, dtype: torch.dtype = torch.bfloat16, **knobs: Any
+) -> list[dict[str, float]]:
+    """Two optimizer steps for each generation, as ours; the time between the ends of such pairs. With `knobs`, EEPO."""
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
+    config, trainer_class = GRPOConfig, GRPOTrainer
+    if knobs:
+        from eepo.adapters.trl import EEPOConfig, EEPOTrainer
+
+        config, trainer_class = EEPOConfig, EEPOTrainer
     words = {f"w{place}": place for place in range(5000)} | {"<pad>": 5000, "<end>": 5001}
     core = Tokenizer(models.WordLevel(words, unk_token="w0"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<end>")
     lots = random.Random(0)
     texts = [" ".join(f"w{lots.randrange(4000)}" for _ in range(args.prompt)) for _ in range(args.prompts)]
-    model = shapes.new_model(args.shape, torch.bfloat16, device)
+    model = shapes.new_model(args.shape, dtype, device)
     folder = tempfile.mkdtemp()
     model.save_pretrained(folder)  # where the trainer finds the reference
     model.config._name_or_path = folder
@@ -107,16 +115,16 @@ def trl(args: argparse.Namespace, device: torch.device) -> list[dict[str, float]
 
     rows_at_once, on_gpu = args.trl_rows, device.type == "cuda"
     mini_batch = args.prompts // 2 * GROUP
-    options = GRPOConfig(
+    options = config(
         output_dir=tempfile.mkdtemp(), per_device_train_batch_size=rows_at_once,
         gradient_accumulation_steps=mini_batch // rows_at_once, steps_per_generation=2 * mini_batch // rows_at_once,
         num_generations=GROUP, max_completion_length=args.new, temperature=1.0, beta=1e-4,
         bf16=on_gpu, use_cpu=not on_gpu,
         gradient_checkpointing=False, learning_rate=1e-7, max_steps=2 * (args.warm + args.repeats), save_strategy="no",
         report_to="none", logging_steps=1000, disable_tqdm=True, num_iterations=1,
-        generation_kwargs={"eos_token_id": None, "top_k": 0},
+        generation_kwargs={"eos_token_id": None, "top_k": 0}, **knobs,
     )  # fmt: skip
-    trainer = GRPOTrainer(
+    trainer = trainer_class(
         model=model, args=options, train_dataset=Dataset.from_dict({"prompt": texts}), processing_class=tokenizer,
         reward_funcs=lambda completions, **_: [float(lots.random() < 0.5) for _ in completions], callbacks=[Clock()],
     )  # fmt: skip
@@ -134,6 +142,8 @@ PEERS: dict[str, Any] = {
     "eepo, capped": lambda *given: ours(*given, num_stages=2, gate="always", unlearn_max_completions=128),
     "eepo, gate shut": lambda *given: ours(*given, num_stages=2, gate="token"),
     "trl": trl,
+    "trl, fp32": lambda *given: trl(*given, torch.float32),
+    "trl, eepo": lambda *given: trl(*given, torch.float32, gate="always", unlearn_lr=1e-6),
 }
 
 
@@ -154,7 +164,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384, help="in a micro-batch")
     parser.add_argument("--head", type=int, default=2048)
     parser.add_argument("--trl-rows", type=int, default=16, help="in a micro-batch of TRL's")
-    parser.add_argument("--warm", type=int, default=1)
+    parser.add_argument("--warm", type=int, default=2, help="steps first: a cache finds its size in two")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--peers", default="grpo;eepo;eepo, capped", help="semicolon between them")
