@@ -26,7 +26,7 @@ def few_golds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def found(name: str | Path, *overrides: str, **options: Any) -> dict[str, Finding]:
     """By name; the worst of each."""
-    order = {"ok": 0, "warn": 1, "fail": 2}
+    order = {"ok": 0, "skip": 1, "warn": 2, "fail": 3}
     worst: dict[str, Finding] = {}
     for finding in examine(str(name), overrides, **options):
         if finding.name not in worst or order[finding.level] > order[worst[finding.name].level]:
@@ -85,7 +85,8 @@ def test_a_recipe_that_cannot_be_read_is_the_only_finding() -> None:
 
 def test_a_wrong_model_path_does_not_hide_the_rest() -> None:
     findings = found("demo/grpo", 'model.path="./nowhere"', 'model.device="cuda:77"')
-    assert levels(findings) == {"tokenizer": "fail", "model": "fail", "device": "fail"}
+    skipped = {"prompt, gold answers, samples": "skip", "memory, disk, samples": "skip"}
+    assert levels(findings) == {"tokenizer": "fail", "model": "fail", "device": "fail"} | skipped
     assert 'model.path = "./nowhere": no config.json there' in findings["model"].text
 
 
@@ -94,6 +95,7 @@ def test_a_data_file_without_the_column_is_named(maths: Path) -> None:
     assert findings["data"].level == "fail"
     assert "gold" in findings["data"].text
     assert findings["memory"].level == "ok", "what does not need the data still runs"
+    assert findings["prompt, gold answers, samples"].text == "not looked at, without data"
     assert "samples" not in findings
 
 
@@ -109,7 +111,7 @@ def test_completions_longer_than_the_model_are_refused_before_weights_are_loaded
 ) -> None:
     monkeypatch.setattr(doctor, "load_engine", lambda *_: pytest.fail("weights were loaded"))
     findings = found("demo/grpo", *SMALL, "algorithm.max_new_tokens=125")
-    assert levels(findings) == {"length": "fail"}
+    assert levels(findings) == {"length": "fail", "samples": "skip"}
     assert findings["length"].advice == "algorithm.max_new_tokens = 121"  # 128 positions, prompts of 7
     assert "gold answers" in findings
 
@@ -118,7 +120,7 @@ def test_what_does_not_fit_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(memory, "free_memory", lambda device: 60 * 2**20)
     monkeypatch.setattr(doctor, "load_engine", lambda *_: pytest.fail("weights were loaded"))
     findings = found("demo/grpo", *SMALL)
-    assert levels(findings) == {"memory": "fail"}
+    assert levels(findings) == {"memory": "fail", "samples": "skip"}
     assert "of 60 MiB free" in findings["memory"].text
     assert findings["memory"].advice.startswith("model.gradient_checkpointing = true")
 

@@ -37,7 +37,7 @@ Kind = TypeVar("Kind")
 
 @dataclass(frozen=True)
 class Finding:
-    level: Literal["ok", "warn", "fail"]
+    level: Literal["ok", "warn", "fail", "skip"]
     name: str
     text: str
     advice: str = ""
@@ -66,6 +66,8 @@ def examine(name: str, overrides: Sequence[str] = (), num_prompts: int = 8) -> I
     if problems is not None:
         yield from look_at_data(config, problems)
         yield look_at_template(config, tokenizer, problems.training[0])
+    else:
+        yield unseen("prompt, gold answers, samples", f"without {'data' if tokenizer is not None else 'a tokenizer'}")
     shape, failed = attempt("model", lambda: memory.shape_of(*pretrained.load_shape(config.model)))
     yield from failed
     fits = False
@@ -73,8 +75,12 @@ def examine(name: str, overrides: Sequence[str] = (), num_prompts: int = 8) -> I
         found = list(look_at_shape(config, shape, device, problems.longest if problems else UNKNOWN_PROMPT))
         fits = not any(finding.level == "fail" for finding in found)
         yield from found
+    else:
+        yield unseen("memory, disk, samples", f"without a {'model' if shape is None else 'device'}")
     if problems is not None:
         runnable = device if fits else None
+        if shape is not None and device is not None and not fits:
+            yield unseen("samples", "as the model cannot be run this way")
         yield from look_at_reward(config, tokenizer, runnable, problems, num_prompts)
 
 
@@ -84,6 +90,11 @@ def attempt(name: str, action: Callable[[], Kind]) -> tuple[Kind | None, list[Fi
         return action(), []
     except (UserError, torch.OutOfMemoryError) as error:
         return None, [Finding("fail", name, str(error).splitlines()[0])]
+
+
+def unseen(names: str, reason: str) -> Finding:
+    """A check that cannot be made is said to be missing, or its silence would pass for health."""
+    return Finding("skip", names, f"not looked at, {reason}")
 
 
 def describe(config: RunConfig) -> str:
