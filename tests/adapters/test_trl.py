@@ -273,6 +273,16 @@ def test_a_kl_target_is_met_and_theta_comes_back(build: Build, fingerprint: Any,
     assert trainer.auto_lr == logs[-1]["eepo/unlearn_lr"]
 
 
+def test_where_all_is_saturated_the_rate_does_not_run_away(build: Build, sharp_model: Any) -> None:
+    certain = sharp_model()
+    with torch.no_grad():
+        certain.lm_head.weight.mul_(1e4)
+    trainer = build(model=certain, gate="always", unlearn_kl_target=1e-3, unlearn_eps=0.5, max_steps=1)
+    trainer.train()
+    assert trainer.state.log_history[0]["eepo/kl"] == 0
+    assert trainer.auto_lr == trainer.args.unlearn_lr
+
+
 def graded(choice: str, texts: list[str]) -> list[bool]:
     """Which of stage 1 are to be unlearned: groups of two."""
     rewards = zero_or_more(texts)

@@ -183,15 +183,19 @@ class EEPOTrainer(GRPOTrainer):
     def _rate(self, gradient: dict[str, Tensor] | None, before: list[Tensor], batch: MicroBatch) -> float:
         """η: as it was given, or one that moves θ by the KL that was. Every process finds the same."""
         if gradient is not None and self.options.unlearn_lr == "auto":
+            seen: list[float] = []
             with tried(self._weights(), gradient) as put:
 
                 def kl_of(lr: float) -> float:
                     put(lr)
                     self._reshard()
-                    return self._kl(before, batch)
+                    seen.append(self._kl(before, batch))
+                    return seen[-1]
 
-                self.auto_lr = lr_for_kl(kl_of, self.options.unlearn_kl_target, self.auto_lr)
+                found = lr_for_kl(kl_of, self.options.unlearn_kl_target, self.auto_lr)
                 self._reshard()
+            if any(seen):  # else all of it is saturated, and no rate moves anything
+                self.auto_lr = found
             self._record("unlearn_lr", self.auto_lr)
         return self.auto_lr
 
