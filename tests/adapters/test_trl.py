@@ -31,6 +31,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from eepo.adapters import trl as adapter
 from eepo.adapters.trl import EEPOConfig, EEPOTrainer
+from eepo.adapters.trl import weights as step_weights
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
@@ -273,6 +274,66 @@ def test_a_kl_target_is_met_and_theta_comes_back(build: Build, fingerprint: Any,
     assert trainer.auto_lr == logs[-1]["eepo/unlearn_lr"]
 
 
+def test_a_kl_target_is_that_of_the_whole_stage_not_of_its_first_rows(
+    build: Build, sharp_model: Any, plain_scores: Any
+) -> None:
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "max_steps": 1}
+    trainer = build(gate="always", unlearn_kl_target=1e-2, **sizes)
+    watched = Watched(trainer)
+    trainer.train()
+    (theta, first), (theta_prime, _) = watched.stages
+    assert len(first[1]) == 8  # four micro-batches
+    gaps = []
+    for prompt_ids, ids in zip(first[0], first[1], strict=True):
+        pair = Prompt("", "", tuple(prompt_ids)), Completion(tuple(ids), (), "", True)
+        under = []
+        for stage in (theta, theta_prime):
+            model = sharp_model()
+            model.load_state_dict(stage, strict=False)
+            with torch.no_grad():
+                under.append(plain_scores(model, *pair).logprobs)
+        gaps.append(under[1] - under[0])
+    gap = torch.cat(gaps)
+    assert (gap.exp() - 1 - gap).mean().item() == pytest.approx(1e-2, rel=0.11)
+
+
+def test_what_nobody_could_grade_is_neither_unlearned_nor_counted(build: Build, tokenizer: Any) -> None:
+    def unsure(completions: list[str], **_: Any) -> list[float | None]:
+        return [None if sum(map(ord, text)) % 2 else 0.0 for text in completions]
+
+    sizes = {"per_device_train_batch_size": 16, "max_steps": 1}
+    trainer = build(
+        gate="always", unlearn_on="unrewarded", reward_funcs=[unsure, unsure], reward_weights=[1.0, 2.0], **sizes
+    )
+    watched = Watched(trainer)
+    trainer.train()
+    first = watched.stages[0][1]
+    texts = tokenizer.batch_decode(first[1], skip_special_tokens=True)
+    tokens = [(len(ids), one is not None) for ids, one in zip(first[1], unsure(texts), strict=True)]
+    assert 0 < sum(known for _, known in tokens) < len(tokens)
+    share = sum(length for length, known in tokens if known) / sum(length for length, _ in tokens)
+    log = trainer.state.log_history[0]
+    assert log["eepo/gated_share"] == pytest.approx(share)
+    assert log["eepo/stage1_reward"] == 0
+
+
+def test_a_step_that_finds_no_memory_leaves_theta(sharp_model: Any, fingerprint: Any, monkeypatch: Any) -> None:
+    weights = dict(sharp_model().named_parameters())
+    gradient = {name: torch.ones_like(weight) for name, weight in weights.items()}
+    before, steps = fingerprint(weights), step_weights.unlearned_weights
+
+    def short(*given: Any) -> Any:
+        for place, step in enumerate(steps(*given)):
+            if place == 3:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            yield step
+
+    monkeypatch.setattr(step_weights, "unlearned_weights", short)
+    with pytest.raises(torch.OutOfMemoryError), step_weights.moved(weights, gradient, 0.1):
+        pytest.fail("θ′ was not whole")
+    assert fingerprint(weights) == before
+
+
 def test_where_all_is_saturated_the_rate_does_not_run_away(build: Build, sharp_model: Any) -> None:
     certain = sharp_model()
     with torch.no_grad():
@@ -496,6 +557,14 @@ def test_resuming_keeps_the_rate_that_was_chosen_last(build: Build, fingerprint:
     assert fingerprint(weights(resumed)) == fingerprint(weights(whole))
 
 
+def test_a_rate_that_is_given_anew_is_the_one_that_counts(build: Build) -> None:
+    settings = {"gate": "always", "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    trained(build(unlearn_lr=1e-2, **settings))
+    resumed = build(unlearn_lr=0.0, **settings)
+    resumed.train(resume_from_checkpoint=f"{resumed.args.output_dir}/checkpoint-1")
+    assert [entry["eepo/kl"] > 0 for entry in resumed.state.log_history if "eepo/kl" in entry] == [True, False]
+
+
 def test_a_checkpoint_of_grpo_can_be_gone_on_with(build: Build) -> None:
     settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     build(eepo=False, **settings).train()
@@ -667,6 +736,8 @@ def test_two_processes_choose_the_same_rows_and_rate_as_one(run_processes: Any, 
         ({"gate_threshold": -1.0}, "gate_threshold = -1.0 must be"),
         ({"unlearn_lr": "auto"}, "unlearn_lr = 'auto' must be a number here; unlearn_kl_target chooses it"),
         ({"unlearn_kl_target": 0.0}, "unlearn_kl_target = 0.0 must be"),
+        ({"unlearn_kl_target": 1e-3, "unlearn_lr": -1.0}, "unlearn_lr = -1.0 must be > 0"),
+        ({"unlearn_on": "stuck", "num_generations": 2}, 'unlearn_on = "stuck" needs num_generations >= 4'),
         ({"unlearn_on": "good"}, 'unlearn_on = "good" must be one of "all", "rewarded", "unrewarded", "stuck"'),
         ({"unlearn_eps": 0.0}, "unlearn_eps = 0.0 must be"),
         ({"unlearn_loss": "kl"}, 'unlearn_loss = "kl" must be one of "comp", "nll"'),
@@ -678,6 +749,24 @@ def test_a_wrong_setting_is_one_line(build: Build, settings: dict[str, Any], lin
     with pytest.raises(UserError, match=line) as error:
         build(**settings)
     assert "\n" not in str(error.value)
+
+
+def test_half_precision_is_refused_from_the_launcher_too(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.raises(UserError, match="fp16 must be off"):
+        build()
+
+
+def test_dropout_is_refused_where_a_kl_is_asked_for(build: Build, sharp_model: Any) -> None:
+    model = sharp_model()
+    model.config.attention_dropout = 0.1
+    build(model=model)
+    with pytest.raises(UserError, match=r"attention_dropout = 0.1 must be 0 with unlearn_kl_target"):
+        build(model=model, unlearn_kl_target=1e-3)
+    other = sharp_model()
+    other.model.layers[0].mlp.act_fn = torch.nn.Sequential(other.model.layers[0].mlp.act_fn, torch.nn.Dropout(0.2))
+    with pytest.raises(UserError, match=r"layers.0.mlp.act_fn.1 = 0.2 must be 0"):
+        build(model=other, unlearn_kl_target=1e-3)
 
 
 def test_every_process_needs_both_stages(build: Build) -> None:

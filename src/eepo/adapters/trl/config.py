@@ -56,13 +56,19 @@ class EEPOConfig(GRPOConfig):
     def algorithm(self) -> AlgorithmConfig:
         """The same knobs as `algorithm.py` reads them, each checked as in a recipe."""
         knobs = {name: getattr(self, name) for name in KNOBS}
-        if self.unlearn_kl_target is not None:
+        if self.unlearn_kl_target is not None:  # unlearn_lr, where the search begins, is checked below
             knobs |= {"unlearn_lr": "auto", "unlearn_kl_target": self.unlearn_kl_target}
         return recipe.parse(RunConfig, {"algorithm": knobs}, "EEPOConfig").algorithm
 
     def _check_knobs(self) -> None:
         if isinstance(self.unlearn_lr, str):
             raise UserError(f"unlearn_lr = {self.unlearn_lr!r} must be a number here; unlearn_kl_target chooses it")
+        if self.unlearn_kl_target is not None and not self.unlearn_lr > 0:
+            raise UserError(
+                f"unlearn_lr = {self.unlearn_lr} must be > 0: the search for unlearn_kl_target begins there"
+            )
+        if self.unlearn_on == "stuck" and self.num_generations == 2:
+            raise UserError('unlearn_on = "stuck" needs num_generations >= 4: one completion a stage is always stuck')
         if self.algorithm.gate != "never" and (self.num_generations or 0) % 2:
             raise UserError(f"num_generations must be even, one half for each stage, got {self.num_generations}")
 
@@ -71,8 +77,8 @@ class EEPOConfig(GRPOConfig):
         rows = self.per_device_train_batch_size * self.steps_per_generation
         if rows % 2:
             raise UserError(f"per_device_train_batch_size * steps_per_generation must be even, got {rows}")
-        if self.fp16:
-            raise UserError("fp16 = True must be False: without loss scaling the unlearning gradient underflows")
+        if self.fp16 or getattr(self, "mixed_precision", "") == "fp16":  # the latter from accelerate's launcher
+            raise UserError("fp16 must be off: without loss scaling the unlearning gradient underflows; bf16 is fine")
         if self.use_transformers_continuous_batching:
             raise UserError("use_transformers_continuous_batching = True must be False: it rounds the trained weights")
         optim = str(getattr(self.optim, "value", self.optim))

@@ -7,6 +7,7 @@ where a process's slice cuts a group, as long as every slice is even.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,10 +25,12 @@ from eepo.adapters.trl.rows import MicroBatch, interleaved, micro_batch, padded,
 from eepo.adapters.trl.weights import moved, own_gradients, tried
 from eepo.advantages import advantage_weights
 from eepo.algorithm import kl_penalty, to_unlearn, unlearn_gate, unlearn_loss
+from eepo.batching import evenly
 from eepo.policy import Scores
 from eepo.probe import lr_for_kl
 from eepo.types import UserError
 
+Probe = list[tuple[MicroBatch, list[Tensor]]]  # rows of stage 1, and their log-probabilities under θ
 STATE_FILE = "eepo.json"  # in every checkpoint
 COMPLETION_IDS, COMPLETIONS = 1, 3  # places in what TRL returns of a rollout
 
@@ -57,6 +60,7 @@ class EEPOTrainer(GRPOTrainer):
         self._rollout_logprobs: list[Tensor] | None = None  # of each row, while TRL scores a two-stage rollout
         self._inputs: list[dict[str, Any]] = []  # rows of the data set, in that time
         self._graded: Graded | None = None  # stage 1, if its rewards were wanted before stage 2
+        self._rewards = torch.empty(0)  # [rows of all processes] of the last rollout; NaN where no function had one
         self.num_generations: int  # G, TRL's
         super().__init__(model, reward_funcs, args, **others)
         if self.options.gate != "never":
@@ -78,6 +82,8 @@ class EEPOTrainer(GRPOTrainer):
                     f'model: {name} is {weight.dtype}, must be float32 (dtype="float32"): other types round the '
                     "unlearning step away; bf16 = True computes in bfloat16 all the same"
                 )
+        if self.options.unlearn_lr == "auto" and (dropout := dropped(self.model)):
+            raise UserError(f"model: {dropout} must be 0 with unlearn_kl_target: the KL would be that of its noise")
         kind = str(self.accelerator.distributed_type).rpartition(".")[2]
         if kind in ("DEEPSPEED", "MEGATRON_LM") or (kind == "FSDP" and not self.accelerator.is_fsdp2):
             raise UserError(f"accelerate: distributed_type = {kind} must be none, DDP or FSDP with fsdp_version 2")
@@ -98,12 +104,13 @@ class EEPOTrainer(GRPOTrainer):
         first = self._sample(prompts[0::2])
         batches = self._micro_batches(first)
         before, gradient = self._forget(batches, self._to_unlearn(prompts[0::2], first))
-        lr = self._rate(gradient, before, batches[0])
+        probe = self._probe(batches, before)
+        lr = self._rate(gradient, probe)
         with self._unlearned(gradient, lr):
             second = self._sample(prompts[1::2])
             after = self._score(self._micro_batches(second), "stage2")
             if gradient is not None:
-                self._record("kl", self._kl(before, batches[0]))
+                self._record("kl", self._kl(probe))
         self._rollout_logprobs = interleaved(before, after)
         return tuple(interleaved(*parts) for parts in zip(first, second, strict=True))
 
@@ -124,8 +131,8 @@ class EEPOTrainer(GRPOTrainer):
         rewards = super()._calculate_rewards(self._inputs[0::2], prompts, first[COMPLETIONS], first[COMPLETION_IDS])
         self._graded = Graded(rewards, dict(self._pending_extra_logs))
         self._pending_extra_logs.clear()
-        totals = (rewards.cpu() * self.reward_weights.cpu()).nansum(1).view(-1, self.num_generations // 2)
-        wanted = [one for group in totals.tolist() for one in to_unlearn(group, choice)]  # of all processes, in order
+        groups = self._totals(rewards).view(-1, self.num_generations // 2)  # of all processes, in order
+        wanted = [one for group in groups for one in chosen(group.tolist(), choice)]
         start = self.accelerator.process_index * len(prompts)
         return wanted[start : start + len(prompts)]
 
@@ -133,14 +140,23 @@ class EEPOTrainer(GRPOTrainer):
         """Of the rows of both stages, in turn: stage 1 may have been graded."""
         first, rows = self._graded, (inputs, prompts, completions, completion_ids_list)
         if first is None:
-            return super()._calculate_rewards(*rows)
+            rewards = super()._calculate_rewards(*rows)
+            self._rewards = self._totals(rewards)
+            return rewards
         second = super()._calculate_rewards(*(part[1::2] for part in rows))
         for column in {*first.extra, *self._pending_extra_logs}:  # what reward functions wrote beside completions
             nothing = [None] * len(prompts[1::2])
             ours, theirs = first.extra.get(column, nothing), self._pending_extra_logs.get(column, nothing)
             even = len(ours) == len(theirs)
             self._pending_extra_logs[column] = interleaved(ours, theirs) if even else [*ours, *theirs]
-        return torch.stack([first.rewards, second], 1).flatten(0, 1)
+        rewards = torch.stack([first.rewards, second], 1).flatten(0, 1)
+        self._rewards = self._totals(rewards)
+        return rewards
+
+    def _totals(self, rewards: Tensor) -> Tensor:  # [rows, functions] -> [rows]
+        """Weighted sums over the functions that had something to say; NaN where none had."""
+        total = (rewards.cpu() * self.reward_weights.cpu()).nansum(1)
+        return torch.where(rewards.cpu().isnan().all(1), torch.nan, total)
 
     def _forget(self, batches: list[MicroBatch], wanted: list[bool]) -> tuple[list[Tensor], dict[str, Tensor] | None]:
         """Log-probabilities of stage 1 under θ, and ∇L over all processes; None where the gate lets nothing through.
@@ -154,19 +170,25 @@ class EEPOTrainer(GRPOTrainer):
         with own_gradients(weights), self._gradients_reduced():
             for batch in batches:
                 scores = self._forward(batch)
-                chosen = torch.tensor(wanted[len(logprobs) :][: len(batch.mask)], device=batch.mask.device)
-                gate = unlearn_gate(scores, batch.mask, self.options) & chosen.unsqueeze(1)
+                own = torch.tensor(wanted[len(logprobs) :][: len(batch.mask)], device=batch.mask.device)
+                gate = unlearn_gate(scores, batch.mask, self.options) & own.unsqueeze(1)
                 loss = unlearn_loss(scores, batch.mask, gate, self.options) * len(batch.mask) / num_rows
                 loss.backward()
                 logprobs += rows_of(scores.logprobs.detach(), batch.mask)
                 entropy = scores.entropies.detach()[batch.mask].sum()
                 sums += torch.stack([batch.mask.sum(), entropy, gate.sum(), loss.detach()]).to(sums)
             gradient = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+            if self.accelerator.num_processes > 1 and not self.accelerator.is_fsdp2:  # all reduce the same ones
+                gradient = {
+                    name: gradient[name] if name in gradient else torch.zeros_like(weight)
+                    for name, weight in weights.items()
+                }
         opened = self._record_stage_1(self.accelerator.reduce(sums, "sum").tolist())
         if not opened:
             return logprobs, None
-        if not self.accelerator.is_fsdp2:  # FSDP took the mean over processes itself
-            gradient = {name: self.accelerator.reduce(part, "mean") for name, part in gradient.items()}
+        if self.accelerator.num_processes > 1 and not self.accelerator.is_fsdp2:  # FSDP took the mean itself
+            for name in gradient:  # one by one: this makes a copy
+                gradient[name] = self.accelerator.reduce(gradient[name], "mean")
         return logprobs, gradient
 
     def _record_stage_1(self, sums: list[float]) -> bool:
@@ -180,20 +202,24 @@ class EEPOTrainer(GRPOTrainer):
         self._record("unlearn_loss", loss / self.accelerator.num_processes if opened else 0.0)
         return opened
 
-    def _rate(self, gradient: dict[str, Tensor] | None, before: list[Tensor], batch: MicroBatch) -> float:
+    def _rate(self, gradient: dict[str, Tensor] | None, probe: Probe) -> float:
         """η: as it was given, or one that moves θ by the KL that was. Every process finds the same."""
-        if gradient is not None and self.options.unlearn_lr == "auto":
+        if self.options.unlearn_lr != "auto":
+            return self.options.unlearn_lr
+        if gradient is not None:
             seen: list[float] = []
             with tried(self._weights(), gradient) as put:
 
                 def kl_of(lr: float) -> float:
                     put(lr)
                     self._reshard()
-                    seen.append(self._kl(before, batch))
+                    seen.append(self._kl(probe))
                     return seen[-1]
 
-                found = lr_for_kl(kl_of, self.options.unlearn_kl_target, self.auto_lr)
-                self._reshard()
+                try:
+                    found = lr_for_kl(kl_of, self.options.unlearn_kl_target, self.auto_lr)
+                finally:
+                    self._reshard()
             if any(seen):  # else all of it is saturated, and no rate moves anything
                 self.auto_lr = found
             self._record("unlearn_lr", self.auto_lr)
@@ -231,10 +257,13 @@ class EEPOTrainer(GRPOTrainer):
     @contextmanager
     def _gradients_reduced(self) -> Iterator[None]:
         """FSDP leaves gradients unreduced in all but the last micro-batch of an update; ours are always whole."""
-        if self.accelerator.is_fsdp2:
-            self.model.set_requires_gradient_sync(True)
-        yield
-        if self.accelerator.is_fsdp2:
+        if not self.accelerator.is_fsdp2:
+            yield
+            return
+        self.model.set_requires_gradient_sync(True)
+        try:
+            yield
+        finally:
             self.model.set_requires_gradient_sync(self.accelerator.sync_gradients)
 
     # --- scoring
@@ -268,12 +297,21 @@ class EEPOTrainer(GRPOTrainer):
         self._record(f"{name}_entropy", entropies / num_tokens)
         return logprobs
 
+    def _probe(self, batches: list[MicroBatch], before: list[Tensor]) -> Probe:
+        """Some of stage 1, evenly spread, with its log-probabilities under θ."""
+        size = len(batches[0].mask)
+        chosen = evenly(len(batches), max(1, self.options.probe_completions // size))
+        return [(batches[place], before[place * size :]) for place in chosen]
+
     @torch.no_grad()
-    def _kl(self, before: list[Tensor], batch: MicroBatch) -> float:
-        """KL(θ‖θ′) a token, on the one micro-batch of stage 1 that each process can afford."""
-        after, num_tokens = self._forward(batch).logprobs, batch.mask.sum()
-        kl = kl_penalty(padded(before, after.shape), after, batch.mask)
-        total, tokens = self.accelerator.reduce(torch.stack([kl * num_tokens, num_tokens]), "sum").tolist()
+    def _kl(self, probe: Probe) -> float:
+        """KL(θ‖θ′) a token, over all processes."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.accelerator.device)
+        for batch, before in probe:
+            after, num_tokens = self._forward(batch).logprobs, batch.mask.sum()
+            kl = kl_penalty(padded(before, after.shape), after, batch.mask)
+            sums += torch.stack([kl * num_tokens, num_tokens]).to(sums)
+        total, tokens = self.accelerator.reduce(sums, "sum").tolist()
         return total / tokens
 
     def _get_per_token_logps_and_entropies(
@@ -316,13 +354,9 @@ class EEPOTrainer(GRPOTrainer):
         self._metrics["train"][f"eepo/{name}"].append(value)
 
     def _record_rewards(self) -> None:
-        """TRL's log holds the rewards of the last generation batch, of all processes, in the order of its rows."""
-        parts = torch.tensor(
-            [list(self._logs["rewards"][name]) for name in self.reward_func_names]
-        )  # [functions, rows]
-        rewards = (parts * self.reward_weights.cpu()[:, None]).nansum(0)
-        self._record("stage1_reward", rewards[0::2].mean().item())
-        self._record("stage2_reward", rewards[1::2].mean().item())
+        """Means over the rows of all processes, which stand in the order of the prompts."""
+        self._record("stage1_reward", self._rewards[0::2].nanmean().item())
+        self._record("stage2_reward", self._rewards[1::2].nanmean().item())
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
@@ -336,3 +370,17 @@ class EEPOTrainer(GRPOTrainer):
         if checkpoint is not None and (Path(checkpoint) / STATE_FILE).is_file():
             state = json.loads((Path(checkpoint) / STATE_FILE).read_text(encoding="utf-8"))
             self.gate_history, self.auto_lr = state["gate_history"], state.get("auto_lr", self.auto_lr)
+
+
+def chosen(rewards: list[float], choice: str) -> list[bool]:
+    """Of one prompt's completions, those to unlearn; what nobody could grade is left alone."""
+    graded = [one for one in rewards if not math.isnan(one)]
+    wanted = iter(to_unlearn(graded, choice))
+    return [not math.isnan(one) and next(wanted) for one in rewards]
+
+
+def dropped(model: Any) -> str:
+    """A dropout that is on, by its name and its share; nothing if none is."""
+    modules = ((name, module.p) for name, module in model.named_modules() if isinstance(module, torch.nn.Dropout))
+    settings = ((name, value) for name, value in model.config.to_dict().items() if name == "attention_dropout")
+    return next((f"{name} = {share}" for name, share in (*settings, *modules) if share), "")

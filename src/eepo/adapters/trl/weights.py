@@ -30,14 +30,16 @@ def own_gradients(weights: dict[str, Parameter]) -> Iterator[None]:
 def moved(weights: dict[str, Parameter], gradient: dict[str, Tensor], lr: float) -> Iterator[None]:
     """θ − lr · gradient in place of θ. The gradient's memory holds θ meanwhile: exact, and no third copy."""
     named = [(name, weights[name]) for name in gradient]
-    for name, stepped in unlearned_weights(named, gradient, lr, torch.float32):
-        gradient[name].copy_(weights[name])
-        weights[name].copy_(stepped)
+    kept: list[str] = []  # an embedding's step may find no memory when others are made
     try:
+        for name, stepped in unlearned_weights(named, gradient, lr, torch.float32):
+            gradient[name].copy_(weights[name])
+            kept.append(name)
+            weights[name].copy_(stepped)
         yield
     finally:
-        for name, kept in gradient.items():
-            weights[name].copy_(kept)
+        for name in kept:
+            weights[name].copy_(gradient[name])
 
 
 @contextmanager
