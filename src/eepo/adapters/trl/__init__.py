@@ -11,7 +11,7 @@ from importlib import metadata
 
 from eepo.types import UserError
 
-OLDEST, TOO_NEW = (1, 15), (1, 17)  # as in pyproject.toml; tests/adapters/test_trl.py says what is relied on
+OLDEST, TOO_NEW = (1, 15), (1, 17)  # as in pyproject.toml; tests/adapters/test_trl_settings.py says what for
 
 
 def check_trl() -> None:
