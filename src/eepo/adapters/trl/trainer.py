@@ -138,20 +138,22 @@ class EEPOTrainer(GRPOTrainer):
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         """Of the rows of both stages, in turn: stage 1 may have been graded."""
-        first, rows = self._graded, (inputs, prompts, completions, completion_ids_list)
-        if first is None:
+        rows = (inputs, prompts, completions, completion_ids_list)
+        if self._graded is None:
             rewards = super()._calculate_rewards(*rows)
-            self._rewards = self._totals(rewards)
-            return rewards
-        second = super()._calculate_rewards(*(part[1::2] for part in rows))
-        for column in {*first.extra, *self._pending_extra_logs}:  # what reward functions wrote beside completions
-            nothing = [None] * len(prompts[1::2])
-            ours, theirs = first.extra.get(column, nothing), self._pending_extra_logs.get(column, nothing)
-            even = len(ours) == len(theirs)
-            self._pending_extra_logs[column] = interleaved(ours, theirs) if even else [*ours, *theirs]
-        rewards = torch.stack([first.rewards, second], 1).flatten(0, 1)
+        else:
+            second = super()._calculate_rewards(*(part[1::2] for part in rows))
+            rewards = torch.stack([self._graded.rewards, second], 1).flatten(0, 1)
+            self._interleave_extra(self._graded.extra, len(prompts) // 2)
         self._rewards = self._totals(rewards)
         return rewards
+
+    def _interleave_extra(self, first: dict[str, list[Any]], num_rows: int) -> None:
+        """Columns that reward functions wrote beside completions: stage 1's, and now those of stage 2."""
+        for column in {*first, *self._pending_extra_logs}:
+            ours, theirs = (extra.get(column, [None] * num_rows) for extra in (first, self._pending_extra_logs))
+            even = len(ours) == len(theirs)
+            self._pending_extra_logs[column] = interleaved(ours, theirs) if even else [*ours, *theirs]
 
     def _totals(self, rewards: Tensor) -> Tensor:  # [rows, functions] -> [rows]
         """Weighted sums over the functions that had something to say; NaN where none had."""
@@ -178,17 +180,13 @@ class EEPOTrainer(GRPOTrainer):
                 entropy = scores.entropies.detach()[batch.mask].sum()
                 sums += torch.stack([batch.mask.sum(), entropy, gate.sum(), loss.detach()]).to(sums)
             gradient = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
-            if self.accelerator.num_processes > 1 and not self.accelerator.is_fsdp2:  # all reduce the same ones
-                gradient = {
-                    name: gradient[name] if name in gradient else torch.zeros_like(weight)
-                    for name, weight in weights.items()
-                }
         opened = self._record_stage_1(self.accelerator.reduce(sums, "sum").tolist())
         if not opened:
             return logprobs, None
         if self.accelerator.num_processes > 1 and not self.accelerator.is_fsdp2:  # FSDP took the mean itself
-            for name in gradient:  # one by one: this makes a copy
-                gradient[name] = self.accelerator.reduce(gradient[name], "mean")
+            for name, weight in weights.items():  # one by one, since this copies; all processes the same ones
+                part = gradient[name] if name in gradient else torch.zeros_like(weight)
+                gradient[name] = self.accelerator.reduce(part, "mean")
         return logprobs, gradient
 
     def _record_stage_1(self, sums: list[float]) -> bool:
