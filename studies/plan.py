@@ -13,6 +13,8 @@ from eepo.reports.measures import full_evaluations, value
 from eepo.runlog import read_lines
 from eepo.types import UserError
 
+TUNE, REPORT = "tune", "report"  # phases; a plan may have more that report, with seeds of their own
+
 
 @dataclass(frozen=True)
 class Run:
@@ -70,7 +72,7 @@ class Plan:
 
     def runs(self, phase: str, regimes: Sequence[str], methods: Sequence[str]) -> list[Run]:
         """Seed after seed, so that a study that is stopped has whole seeds."""
-        self.check(regimes, methods)
+        self.check(regimes, methods, phase)
         found = []
         for seed in self.tables["seeds"][phase]:
             for regime in regimes or self.tables["regimes"]:
@@ -79,9 +81,10 @@ class Plan:
                         found += [Run(regime, name, value, seed) for value in self.values(phase, regime, name)]
         return found
 
-    def check(self, regimes: Sequence[str], methods: Sequence[str]) -> None:
+    def check(self, regimes: Sequence[str], methods: Sequence[str], phase: str = REPORT) -> None:
         """That the plan has what is asked for."""
-        for asked, known in ((regimes, self.tables["regimes"]), (methods, self.tables["methods"])):
+        for table, asked in {"regimes": regimes, "methods": methods, "seeds": [phase]}.items():
+            known = self.tables[table]
             if strange := set(asked) - set(known):
                 raise UserError(f"{', '.join(sorted(strange))} is not in the plan; allowed: {', '.join(known)}")
 
@@ -90,8 +93,8 @@ class Plan:
         method = self.tables["methods"][name]
         every = [str(value) for value in method.get("values", [])]
         if method.get("every_value"):
-            return every if phase == "report" else []
-        return [self.value(regime, name)] if phase == "report" else every
+            return [] if phase == TUNE else every
+        return every if phase == TUNE else [self.value(regime, name)]
 
     def done(self, phase: str) -> list[dict[str, Any]]:
         """Lines of runs whose knobs are those they would have now: tuning may have chosen others since."""
@@ -119,7 +122,7 @@ class Plan:
     def _best(self, regime: str, name: str, method: dict[str, Any]) -> str:
         scores: dict[str, list[float]] = {}
         measures = method.get("objective", self.tables["objective"])
-        for line in self.lines("tune"):
+        for line in self.lines(TUNE):
             here = (line["regime"], line["method"]) == (regime, name)
             if here and line.get("knobs") == self.knobs(regime, name, line["value"]):
                 scores.setdefault(line["value"], []).append(objective(line, measures))

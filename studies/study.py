@@ -12,8 +12,9 @@ of a method). A method also has the knobs of those in its `base`, tuned: tune th
 `every_value` is not tuned but reported with each of its values: what the knob trades, a line in a figure. Tables
 compare with the first method, or, at the same value, with the one that is named in `against`; paired by seed, with 95 %
 intervals.
-Every finished run becomes one line of OUT/tune.jsonl or OUT/report.jsonl, and its weights are deleted; the same command
-goes on where it stopped, from the lines alone if the runs are gone.
+A plan's `seeds` may name more phases: each reports anew, with what tuning chose, on seeds of its own (`--phase fresh`).
+Every finished run becomes one line of OUT/PHASE.jsonl, and its weights are deleted; the same command goes on where it
+stopped, from the lines alone if the runs are gone.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from frontier import Points, frontier_figure
-from plan import Plan, Run, as_run, final
+from plan import REPORT, TUNE, Plan, Run, as_run, final
 from tables import tables
 from warm import WarmStarter
 
@@ -108,11 +109,13 @@ def run(plan: Plan, phase: str, num_jobs: int, regimes: Sequence[str], methods: 
         raise SystemExit(f"{failed} of {len(jobs)} runs failed; the same command tries them again")
 
 
-def figures(plan: Plan, into: Path, methods: Sequence[str], study: str) -> None:
+def figures(plan: Plan, into: Path, methods: Sequence[str], study: str, phase: str = REPORT) -> None:
     """Three for each regime, named after study and regime."""
     into.mkdir(parents=True, exist_ok=True)
     lined = {name for name, method in plan.tables["methods"].items() if method.get("every_value")}
-    found = [line for line in plan.done("report") if not methods or line["method"] in {*methods, *lined}]
+    found = [line for line in plan.done(phase) if not methods or line["method"] in {*methods, *lined}]
+    order = list(plan.tables["methods"])
+    found.sort(key=lambda line: order.index(line["method"]))  # legends as the plan has them, not as runs ended
     for regime in plan.tables["regimes"]:
         here = [line for line in found if line["regime"] == regime]
         line = [one for one in here if one["method"] in lined]
@@ -153,7 +156,7 @@ def main() -> None:
     parser.add_argument("action", choices=("run", "list", "tables", "figures"))
     parser.add_argument("plan", type=Path)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--phase", choices=("tune", "report"), default="tune")
+    parser.add_argument("--phase", default="", help="a name in the plan's seeds; tune for runs, report for the rest")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--regime", action="append", default=[], help="only this one; repeatable")
     parser.add_argument("--method", action="append", default=[], help="only this one; repeatable")
@@ -166,16 +169,17 @@ def main() -> None:
         if not args.plan.is_file():
             raise UserError(f"{args.plan}: no such plan")
         plan = Plan(read_toml(args.plan), args.out)
-        plan.check(args.regime, [*args.method, *args.against.split()[:1]])
+        phase = args.phase or (TUNE if args.action in ("run", "list") else REPORT)
+        plan.check(args.regime, [*args.method, *args.against.split()[:1]], phase)
         if args.action == "run":
-            run(plan, args.phase, args.jobs, args.regime, args.method)
+            run(plan, phase, args.jobs, args.regime, args.method)
         elif args.action == "list":
-            wanted = plan.runs(args.phase, args.regime, args.method)
+            wanted = plan.runs(phase, args.regime, args.method)
             print("\n".join(" ".join(plan.command(one, one.folder)) for one in wanted))
         elif args.action == "tables":
-            print(tables(plan, args.regime, args.method, args.against))
+            print(tables(plan, args.regime, args.method, args.against, phase))
         else:
-            figures(plan, args.into, args.method, args.plan.stem)
+            figures(plan, args.into, args.method, args.plan.stem, phase)
     except UserError as error:
         raise SystemExit(f"error: {error}") from error
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from plan import Plan, as_run, final
+from plan import REPORT, Plan, as_run, final
 
 from eepo.estimates import seed_interval
 from eepo.reports import runs as records
@@ -18,12 +18,14 @@ TOLD = {"entropy": "entropy", "stage1/entropy": "of stage 1", "stage2/entropy": 
         "gate_share": "gated", "seconds": "seconds"}  # fmt: skip
 
 
-def tables(plan: Plan, regimes: Sequence[str] = (), names: Sequence[str] = (), against: str = "") -> str:
+def tables(
+    plan: Plan, regimes: Sequence[str] = (), names: Sequence[str] = (), against: str = "", phase: str = REPORT
+) -> str:
     """Markdown: for each regime what every method did in training, then, set by set, what came of it.
 
     Differences are to the plan's first method, or to `against`: a method, or one with its value (grpo_rates 2e-5).
     """
-    found = plan.done("report")
+    found = plan.done(phase)
     titles = list(dict.fromkeys(map(_title, found)))
     if " " in against and against not in titles:
         raise UserError(f"--against {against!r} is not reported; allowed: {', '.join(titles)}")
@@ -52,7 +54,7 @@ def _by_method(plan: Plan, regime: str, here: Sequence[dict[str, Any]]) -> dict[
     reported = {line["method"] for line in here}
     found: dict[str, list[dict[str, Any]]] = {}
     for name in (name for name, _ in plan.methods(regime) if name in reported):
-        order = plan.values("report", regime, name)
+        order = plan.values(REPORT, regime, name)
         for line in sorted(
             (line for line in here if line["method"] == name), key=lambda one: order.index(one["value"])
         ):
