@@ -97,7 +97,8 @@ def test_the_value_with_the_best_mean_over_seeds_is_reported_and_inherited(study
 
 def test_a_phase_of_its_own_reports_what_tuning_chose_on_other_seeds(study: Any, plan: Any, tmp_path: Path) -> None:
     plan.tables["seeds"]["fresh"] = [7, 8]
-    assert [one.key for one in plan.runs("fresh", ["dense"], ["grpo"])] == [("dense", "grpo", "1e-5", s) for s in (7, 8)]
+    runs = plan.runs("fresh", ["dense"], ["grpo"])
+    assert [one.key for one in runs] == [("dense", "grpo", "1e-5", seed) for seed in (7, 8)]
     write(tmp_path / "report.jsonl", [line("grpo", "1e-5", 0, 0.5)])
     write(tmp_path / "fresh.jsonl", [line("grpo", "1e-5", seed, 0.9) for seed in (7, 8)])
     assert "| grpo 1e-5 | 0.450 | 0.900 |" in study.tables(plan, phase="fresh")

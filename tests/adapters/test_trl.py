@@ -18,8 +18,8 @@ pytest.importorskip("trl", reason="needs the extra: pip install 'eepo[trl]'")
 from trl import GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
+from eepo.adapters import weights as step_weights
 from eepo.adapters.trl import EEPOTrainer
-from eepo.adapters.trl import weights as step_weights
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 

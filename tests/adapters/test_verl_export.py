@@ -56,7 +56,6 @@ def test_grpo_is_one_stage_without_eepos_knobs() -> None:
     ("name", "change", "said"),
     [
         ("countdown/eepo", "training.seed=0", 'task.name = "countdown"'),
-        ("paper/qwen2.5-3b+eepo", "algorithm.unlearn_lr=auto", 'unlearn_lr = "auto"'),
         ("paper/qwen2.5-3b+eepo", "algorithm.saturation=exact", 'saturation = "exact"'),
         ("paper/qwen2.5-3b+eepo", "algorithm.unlearn_on=stuck", 'allowed: "all", "rewarded", "unrewarded"'),
         ("paper/qwen2.5-3b+eepo", "algorithm.unlearn_max_completions=64", "unlearn_max_completions = 64 .* allowed: 0"),
@@ -66,6 +65,12 @@ def test_grpo_is_one_stage_without_eepos_knobs() -> None:
 def test_what_verl_cannot_do_is_refused(name: str, change: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         list(overrides(recipe.load_run(name, [change])))
+
+
+def test_a_kl_target_is_exported() -> None:
+    knobs = ["algorithm.unlearn_lr=auto", "algorithm.unlearn_kl_target=0.03"]
+    found = dict(overrides(recipe.load_run("paper/qwen2.5-3b+eepo", knobs)))
+    assert (found["eepo.unlearn_lr"], found["eepo.unlearn_kl_target"]) == ("auto", 0.03)
 
 
 def test_weights_of_advantages_are_exported() -> None:

@@ -1,4 +1,4 @@
-"""Three real runs of verl on two CPU ranks, made once: stock GRPO, EEPO whose gate opens in step 2, EEPO resumed."""
+"""Four real runs of verl on two CPU ranks, made once: stock GRPO; EEPO whose gate opens in step 2, resumed, by a KL."""
 
 from __future__ import annotations
 
@@ -60,3 +60,11 @@ def resumed(model: Path, eepo: VerlRun, tmp_path_factory: pytest.TempPathFactory
     ]
     weights = ["eepo.later_advantages=positive", "eepo.failure_weight=0.25", "eepo.rare_weight=0.5"]
     return run_verl("eepo.adapters.verl", model, folder, [*knobs, *weights, "eepo.unlearn_lr=1", "eepo.debug=true"])
+
+
+@pytest.fixture(scope="session")
+def kl_met(model: Path, tmp_path_factory: pytest.TempPathFactory) -> VerlRun:
+    """η is chosen to meet a KL, in micro-batches by tokens."""
+    knobs = ["eepo.gate=always", "eepo.unlearn_lr=auto", "eepo.unlearn_kl_target=0.02", "eepo.debug=true"]
+    sizes = ["actor_rollout_ref.actor.use_dynamic_bsz=true", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64"]
+    return run_verl("eepo.adapters.verl", model, tmp_path_factory.mktemp("kl"), [*knobs, *sizes])

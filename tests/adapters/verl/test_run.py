@@ -1,4 +1,4 @@
-"""What the three runs did, against plain references: what was sampled from which weights, and what was trained on."""
+"""What the runs did, against plain references: what was sampled from which weights, and what was trained on."""
 
 from __future__ import annotations
 
@@ -56,11 +56,13 @@ def unlearning_gradient(reference: Any, rows: Rows, threshold: float | None, win
     return {name: weight.grad for name, weight in reference.named_parameters()}
 
 
-def assert_unlearned(model: Path, before: Path, after: Path, rows: Rows, threshold: float | None, window: int) -> None:
-    """after − before is −1 · gradient, to what fp32 weights can hold."""
+def assert_unlearned(
+    model: Path, before: Path, after: Path, rows: Rows, threshold: float | None, window: int, lr: float = 1
+) -> None:
+    """after − before is −lr · gradient, to what fp32 weights can hold."""
     gradient = unlearning_gradient(build(model, before), rows, threshold, window)
     theta, moved = load_file(before), load_file(after)
-    wrong = sum(float((moved[n].double() - theta[n].double() + gradient[n]).square().sum()) for n in theta) ** 0.5
+    wrong = sum(float((moved[n].double() - theta[n].double() + lr * gradient[n]).square().sum()) for n in theta) ** 0.5
     size = sum(float(part.square().sum()) for part in gradient.values()) ** 0.5
     assert size > 0.05
     assert wrong < 1e-4 * size
@@ -102,6 +104,25 @@ def test_the_token_gate_and_every_stage_so_far(model: Path, resumed: VerlRun) ->
         assert len(rows) == 6 * push
         assert_unlearned(model, resumed.weights(1), resumed.weights(push + 1), rows, threshold=4.2, window=2)
     assert 0.1 < resumed.metrics()[2]["eepo/gate_share"] < 0.9
+
+
+def test_eta_is_chosen_to_meet_a_kl(model: Path, kl_met: VerlRun) -> None:
+    """Pushes: θ, θ′ of step 1, θ, θ′ of step 2, θ. All six rows of a stage are looked at."""
+    rates = []
+    for step, push in ((1, 1), (2, 3)):
+        theta, theta_prime = (build(model, kl_met.weights(number)) for number in (push, push + 1))
+        gaps = [logprobs(theta_prime, row) - logprobs(theta, row) for row in kl_met.completions(push)]
+        flat = torch.cat(gaps).detach()
+        kl = float((flat.exp() - 1 - flat).mean())
+        metrics = kl_met.metrics()[step]
+        assert metrics["eepo/unlearn/kl"] == pytest.approx(kl, rel=1e-3)
+        assert 0.02 / 1.1 <= kl <= 0.02 * 1.1
+        rates.append(metrics["eepo/unlearn/lr"])
+        before, after = kl_met.weights(push), kl_met.weights(push + 1)
+        assert_unlearned(model, before, after, kl_met.completions(push), threshold=None, window=3, lr=rates[-1])
+        saved = json.loads((kl_met.folder / f"checkpoints/global_step_{step}/eepo.json").read_text())
+        assert saved["auto_lr"] == rates[-1]
+    assert rates[0] != rates[1]
 
 
 def test_denominators_are_those_of_the_weights_that_sampled(model: Path, eepo: VerlRun) -> None:

@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.nn import Parameter
 from trl import GRPOTrainer
 
 from eepo.adapters.trl.config import EEPOConfig
 from eepo.adapters.trl.rows import MicroBatch, interleaved, micro_batch, padded, rows_of
-from eepo.adapters.trl.weights import moved, own_gradients, tried
+from eepo.adapters.weights import moved, own_gradients, reshard, tried
 from eepo.advantages import advantage_weights
 from eepo.algorithm import kl_penalty, to_unlearn, unlearn_gate, unlearn_loss
 from eepo.batching import evenly
@@ -210,14 +209,14 @@ class EEPOTrainer(GRPOTrainer):
 
                 def kl_of(lr: float) -> float:
                     put(lr)
-                    self._reshard()
+                    reshard(self.model)
                     seen.append(self._kl(probe))
                     return seen[-1]
 
                 try:
                     found = lr_for_kl(kl_of, self.options.unlearn_kl_target, self.auto_lr)
                 finally:
-                    self._reshard()
+                    reshard(self.model)
             if any(seen):  # else all of it is saturated, and no rate moves anything
                 self.auto_lr = found
             self._record("unlearn_lr", self.auto_lr)
@@ -239,17 +238,11 @@ class EEPOTrainer(GRPOTrainer):
     def _forget_copies(self) -> None:
         """The weights have changed: whatever was made of them before must not be sampled from."""
         self._last_loaded_step = -1  # TRL pushes weights to vLLM where this is not the current step
-        self._reshard()
-
-    def _reshard(self) -> None:
-        """FSDP leaves the last layers gathered after a forward pass."""
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        reshard(self.model)
 
     def _weights(self) -> dict[str, Parameter]:
         """What is trained: under FSDP the shards, not a gathered copy."""
-        self._reshard()
+        reshard(self.model)
         return {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
 
     @contextmanager

@@ -45,8 +45,6 @@ def overrides(config: RunConfig) -> Iterator[tuple[str, object]]:
     yield from _trainer(config)
     if config.algorithm.num_stages > 1:
         _check(config, ALLOWED_IN_STAGES)
-        if config.algorithm.unlearn_lr == "auto":
-            raise UserError('algorithm.unlearn_lr = "auto" cannot be exported to verl; allowed: a number')
         if config.algorithm.gate == "never":
             _check(config, {"later_advantages": ("all",)})  # verl has no stages then
         yield from ((f"eepo.{name}", getattr(config.algorithm, name)) for name in KNOBS)

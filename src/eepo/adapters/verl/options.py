@@ -19,6 +19,7 @@ KNOBS = (
     "gate_threshold",
     "gate_window",
     "unlearn_lr",
+    "unlearn_kl_target",
     "unlearn_loss",
     "unlearn_on",
     "unlearn_eps",
@@ -42,8 +43,6 @@ def read_options(config: Mapping[str, Any]) -> AlgorithmConfig:
             raise UserError(f"unknown key eepo.{name} = {value}; allowed: {', '.join((*KNOBS, DEBUG))}")
     if not isinstance(section.pop(DEBUG, False), bool):
         raise UserError(f"eepo.{DEBUG} = {config['eepo'][DEBUG]} must be true or false")
-    if section.get("unlearn_lr") == "auto":
-        raise UserError("eepo.unlearn_lr = auto must be a number here: verl's workers cannot score under θ′")
     if section.get("unlearn_on") == "stuck":
         raise UserError(
             "eepo.unlearn_on = stuck must be all, rewarded or unrewarded: verl's workers see no whole groups"

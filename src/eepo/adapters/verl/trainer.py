@@ -37,6 +37,7 @@ class EEPOTrainer(PPOTrainerSync):
         self.debug = bool((plain.get("eepo") or {}).get(DEBUG, False))
         self.staged = self.options.num_stages > 1 and self.options.gate != "never"
         self.gate_history: list[float] = []  # stage-1 entropies of the last steps
+        self.auto_lr = 1e-3  # with eepo.unlearn_lr = auto: what was chosen last, where the next search begins
         self.forgetting = False  # while rows are laid out for `unlearn`
         super().__init__(config)
 
@@ -84,6 +85,7 @@ class EEPOTrainer(PPOTrainerSync):
             "temperature": self.config.actor_rollout_ref.rollout.temperature,
             "eepo_options": self.options,
             "eepo_num_rows": num_rows,
+            "eepo_start_lr": self.auto_lr,
             "eepo_debug": self.debug,
         }
         found = self.actor_rollout_wg.unlearn(batch)["metrics"]
@@ -97,10 +99,10 @@ class EEPOTrainer(PPOTrainerSync):
             "eepo/unlearn/grad_norm": found["grad_norm"],
             "eepo/unlearn/completions": float(num_rows),
         }
-        if "weights_changed_share" in found:
-            metrics["eepo/unlearn/weights_changed_share"] = found["weights_changed_share"]
-            metrics["eepo/unlearn/lr"] = float(self.options.unlearn_lr)
-        return metrics
+        moved = {name: found[name] for name in ("lr", "kl", "weights_changed_share") if name in found}
+        if "kl" in moved:
+            self.auto_lr = moved["lr"]
+        return metrics | {f"eepo/unlearn/{name}": float(value) for name, value in moved.items()}
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
         """Unlearning is one pass without mini-batches: only whole micro-batches on every rank."""
@@ -136,7 +138,8 @@ class EEPOTrainer(PPOTrainerSync):
         """Ours first: verl's last act is to name the checkpoint the newest one."""
         folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / STATE).write_text(json.dumps({"gate_history": self.gate_history}), encoding="utf-8")
+        state = {"gate_history": self.gate_history, "auto_lr": self.auto_lr}
+        (folder / STATE).write_text(json.dumps(state), encoding="utf-8")
         super()._save_checkpoint()
 
     def _load_checkpoint(self) -> None:
@@ -147,4 +150,5 @@ class EEPOTrainer(PPOTrainerSync):
         if trainer.resume_mode == "resume_path":
             folder = Path(trainer.resume_from_path)
         if self.global_steps > 0 and (folder / STATE).is_file():
-            self.gate_history = json.loads((folder / STATE).read_text(encoding="utf-8"))["gate_history"]
+            state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+            self.gate_history, self.auto_lr = state["gate_history"], state.get("auto_lr", self.auto_lr)

@@ -1,6 +1,6 @@
 """The unlearning step on a sharded model: its loss as verl's engines call it, and θ′ beside θ.
 
-The mathematics is `eepo.algorithm`'s; here are only verl's shapes and FSDP2's shards. θ is never written to.
+The mathematics is `eepo.algorithm`'s; here are only verl's shapes and FSDP2's shards. θ is not written to here.
 """
 
 from __future__ import annotations

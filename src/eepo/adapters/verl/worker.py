@@ -17,6 +17,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.utils.padding import no_padding_2_padding
 
 from eepo.adapters.verl import unlearning
+from eepo.adapters.verl.search import find_rate
 from eepo.config import AlgorithmConfig
 from eepo.policy import Scores
 
@@ -46,6 +47,7 @@ class UnlearningWorker(ActorRolloutRefWorker):
         """One forward and backward pass over the completions in `data`. Neither θ nor the optimizer takes a step."""
         options: AlgorithmConfig = tu.pop(data, "eepo_options")
         num_rows: int = tu.pop(data, "eepo_num_rows")
+        start: float = tu.pop(data, "eepo_start_lr")
         engine = self.actor.engine
         if tu.pop(data, "eepo_debug"):
             self.fingerprint = unlearning.fingerprint(engine.module, engine.optimizer)
@@ -56,10 +58,13 @@ class UnlearningWorker(ActorRolloutRefWorker):
             loss = partial(engine_loss, options=options, num_rows=num_rows)
             output = engine.forward_backward_batch(data, loss)
             norm = unlearning.gradient_norm(engine.module)
-            if 0 < norm < math.inf:
-                self.rollout_weights = unlearning.take_rollout_weights(engine.module, float(options.unlearn_lr))
             metrics = {"grad_norm": norm, **self._totals(output["metrics"])}
-            if self.rollout_weights is not None:
+            if 0 < norm < math.inf:
+                if options.unlearn_lr == "auto":
+                    metrics["lr"], metrics["kl"] = find_rate(engine, data, options, start)
+                else:
+                    metrics["lr"] = options.unlearn_lr
+                self.rollout_weights = unlearning.take_rollout_weights(engine.module, metrics["lr"])
                 metrics["weights_changed_share"] = self._changed_share(self.rollout_weights)
         if self.rollout_weights is not None:
             homes = dict(engine.module.named_parameters())  # verl may have moved θ to the CPU on leaving train_mode

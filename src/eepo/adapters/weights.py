@@ -1,4 +1,4 @@
-"""θ′ in the place of θ, and θ back."""
+"""θ′ in the place of θ, and θ back, in a model that a host trains, sharded or not."""
 
 from __future__ import annotations
 
@@ -6,10 +6,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import Parameter
 
 from eepo.algorithm import unlearned_weights
+
+
+def reshard(model: nn.Module) -> None:
+    """FSDP leaves the last layers gathered after a forward pass: not what their shards hold if these change."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 @contextmanager

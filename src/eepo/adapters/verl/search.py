@@ -1,0 +1,69 @@
+"""The η whose step moves θ by a given KL: tried on some of a worker's rows, all ranks together.
+
+θ′ is scored by verl's own engine, so it is written over θ's shards for a moment, and θ comes back from a copy, bit for
+bit. That copy and one forward pass a try are what the search costs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_name
+from verl.workers.utils.padding import no_padding_2_padding
+
+from eepo.adapters.weights import reshard, tried
+from eepo.algorithm import kl_penalty
+from eepo.batching import evenly
+from eepo.config import AlgorithmConfig
+from eepo.probe import lr_for_kl
+
+
+def find_rate(engine: Any, data: TensorDict, options: AlgorithmConfig, start: float) -> tuple[float, float]:
+    """η, the same on every rank, and the KL(θ‖θ′) a token that it gives. The gradient is in the module, and stays."""
+    probe = _rows(engine, data, options.probe_completions)
+    mask = probe.select("response_mask").to_padded_tensor()["response_mask"].bool().to(get_device_name())
+    seen: dict[float, float] = {}
+    engine.module.eval()  # dropout would be taken for a KL
+    try:
+        before = _logprobs(engine, probe)
+        weights = {name: weight for name, weight in engine.module.named_parameters() if weight.grad is not None}
+        with tried(weights, {name: weight.grad for name, weight in weights.items()}) as put:
+
+            def kl_of(lr: float) -> float:
+                put(lr)
+                seen[lr] = _mean_kl(engine, before, _logprobs(engine, probe), mask)
+                return seen[lr]
+
+            found = lr_for_kl(kl_of, options.unlearn_kl_target, start)
+    finally:
+        engine.module.train()
+    if not any(seen.values()):  # all of it is saturated, and no rate moves anything
+        found = start
+    return found, seen.get(found, 0.0)
+
+
+def _rows(engine: Any, data: TensorDict, num_wanted: int) -> TensorDict:
+    """This rank's share of them, evenly spread, in whole micro-batches: a pass is one of all ranks together."""
+    whole = 1 if data["use_dynamic_bsz"] else data["micro_batch_size_per_gpu"]
+    share = -(-num_wanted // (engine.get_data_parallel_size() * whole)) * whole
+    probe = tu.index_select_tensor_dict(data, evenly(len(data), min(share, len(data))))
+    tu.assign_non_tensor(probe, calculate_entropy=False)
+    return probe
+
+
+def _logprobs(engine: Any, probe: TensorDict) -> Tensor:  # [B, T]
+    """Under the module as it stands. Weights that FSDP left gathered would hide what is put into the shards next."""
+    output = engine.forward_backward_batch(probe, None, forward_only=True)["model_output"]
+    reshard(engine.module)
+    return no_padding_2_padding(output["log_probs"], probe).float()
+
+
+def _mean_kl(engine: Any, before: Tensor, after: Tensor, mask: Tensor) -> float:
+    num_tokens = mask.sum()
+    sums = torch.stack([kl_penalty(before, after, mask) * num_tokens, num_tokens]).double()
+    torch.distributed.all_reduce(sums, group=engine.get_data_parallel_group())
+    return float(sums[0] / sums[1])
