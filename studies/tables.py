@@ -23,11 +23,12 @@ def tables(
 ) -> str:
     """Markdown: for each regime what every method did in training, then, set by set, what came of it.
 
-    Differences are to the plan's first method, or to `against`: a method, or one with its value (grpo_rates 2e-5).
+    Differences are to the plan's first method, or to `against`: a method, or one with its value (grpo_rates 2e-5). A
+    regime that does not have it is left out.
     """
     found = plan.done(phase)
     titles = list(dict.fromkeys(map(_title, found)))
-    if " " in against and against not in titles:
+    if against and against not in {*titles, *(line["method"] for line in found)}:
         raise UserError(f"--against {against!r} is not reported; allowed: {', '.join(titles)}")
     parts = []
     for regime in regimes or plan.tables["regimes"]:
@@ -37,6 +38,8 @@ def tables(
             continue
         first = next(iter(methods))
         chosen = next((title for title, own in methods.items() if against in (title, own[0]["method"])), "")
+        if against and not chosen:
+            continue
         shown = {title: own for title, own in methods.items() if not names or own[0]["method"] in names}
         parts.append(_table(f"{regime}, training", ["", "seeds", *TOLD.values()], map(_training_row, shown.values())))
         for where in records.evaluation_sets([as_run(line) for line in here]):

@@ -146,6 +146,13 @@ def test_differences_may_be_to_another_method(study: Any, plan: Any, tmp_path: P
     (row,) = [row for row in study.tables(plan, names=["grpo"], against="eepo").splitlines() if "(to eepo)" in row]
     assert row.startswith("| grpo 1e-5 (to eepo) |")
     assert "0.300<br>**-0.200 [-0.200, -0.200]**" in row
+    write(tmp_path / "report.jsonl", [*reported, line("grpo", "1e-5", 0, 0.3, regime="finite")])
+    write(tmp_path / "tune.jsonl", [line("grpo", "1e-5", 100, 0.3, regime=name) for name in ("dense", "finite")])
+    plan.chosen.clear()
+    assert "### finite" in study.tables(plan)
+    assert "### finite" not in study.tables(plan, against="eepo")  # which nobody has run there
+    with pytest.raises(UserError, match="--against 'wide' is not reported"):
+        study.tables(plan, against="wide")
 
 
 def test_differences_may_be_to_one_value_of_a_method(study: Any, plan: Any, tmp_path: Path) -> None:
