@@ -57,8 +57,6 @@ def test_grpo_is_one_stage_without_eepos_knobs() -> None:
     [
         ("countdown/eepo", "training.seed=0", 'task.name = "countdown"'),
         ("paper/qwen2.5-3b+eepo", "algorithm.saturation=exact", 'saturation = "exact"'),
-        ("paper/qwen2.5-3b+eepo", "algorithm.unlearn_on=stuck", 'allowed: "all", "rewarded", "unrewarded"'),
-        ("paper/qwen2.5-3b+eepo", "algorithm.unlearn_max_completions=64", "unlearn_max_completions = 64 .* allowed: 0"),
         ("paper/qwen2.5-3b+eepo", "algorithm.advantage_baseline=stage", "advantage_baseline"),
     ],
 )

@@ -120,41 +120,37 @@ def test_the_gradients_norm(sharded: Any) -> None:
 
 
 def batch(*lengths: int) -> tuple[Scores, Tensor, Tensor]:
-    """Scores [B, T], mask [B, T] and rewards [B] of ragged rows; a length of 0 is a row of padding."""
+    """Scores [B, T], mask [B, T] and which rows to unlearn [B], of ragged rows; a length of 0 is a row of padding."""
     draws = torch.Generator().manual_seed(sum(lengths))
     shape = (len(lengths), max(lengths))
     mask = torch.arange(shape[1])[None] < torch.tensor(lengths)[:, None]
     scores = Scores(-torch.rand(shape, generator=draws) * 3, torch.rand(shape, generator=draws))
-    return scores, mask.long(), (torch.arange(len(lengths)) % 2).float()
+    return scores, mask.long(), torch.arange(len(lengths)) % 2 == 1
 
 
-def rows(scores: Scores, mask: Tensor, rewards: Tensor, some: slice) -> tuple[Scores, Tensor, Tensor]:
-    return Scores(scores.logprobs[some], scores.entropies[some]), mask[some], rewards[some]
+def rows(scores: Scores, mask: Tensor, some: slice) -> tuple[Scores, Tensor, Tensor]:
+    return Scores(scores.logprobs[some], scores.entropies[some]), mask[some], torch.ones(len(mask[some]))
 
 
 @pytest.mark.parametrize("gate", ["token", "step", "always"])
 def test_parts_add_up_to_the_loss_of_the_whole_and_padding_to_nothing(gate: Any) -> None:
     options = AlgorithmConfig(gate=gate, gate_threshold=0.5)
-    scores, mask, rewards = batch(5, 3, 6, 2, 4, 0)
+    scores, mask, _ = batch(5, 3, 6, 2, 4, 0)
     open_gate = token_gate(scores.entropies, mask, 0.5, 3) if gate == "token" else mask
     real = slice(0, 5)
     expected = complementary_loss(scores.logprobs[real], mask[real], open_gate[real], options.unlearn_eps)
-    parts = [rows(scores, mask, rewards, some) for some in (slice(0, 2), slice(2, 6))]
+    parts = [rows(scores, mask, some) for some in (slice(0, 2), slice(2, 6))]
     found = [unlearning.micro_batch_loss(*part, options, num_completions=5) for part in parts]
     torch.testing.assert_close(sum(value for value, _ in found), expected)
     assert sum(counts["gated"] for _, counts in found) == int(open_gate.sum())
     assert sum(counts["tokens"] for _, counts in found) == 20
 
 
-def test_only_rewarded_completions_are_forgotten_if_so_asked() -> None:
-    scores, mask, rewards = batch(5, 3, 6, 2)
-    options = AlgorithmConfig(gate="always", unlearn_on="rewarded")
-    value, counts = unlearning.micro_batch_loss(scores, mask, rewards, options, num_completions=4)
-    chosen = mask * rewards.long()[:, None]
+def test_only_what_is_wanted_is_forgotten() -> None:
+    scores, mask, wanted = batch(5, 3, 6, 2)
+    options = AlgorithmConfig(gate="always")
+    value, counts = unlearning.micro_batch_loss(scores, mask, wanted, options, num_completions=4)
+    chosen = mask * wanted.long()[:, None]
     torch.testing.assert_close(value, complementary_loss(scores.logprobs, mask, chosen, options.unlearn_eps))
     assert counts["gated"] == 3 + 2
-    options = AlgorithmConfig(gate="always", unlearn_on="unrewarded")
-    value, counts = unlearning.micro_batch_loss(scores, mask, rewards, options, num_completions=4)
-    chosen = mask * (1 - rewards.long())[:, None]
-    torch.testing.assert_close(value, complementary_loss(scores.logprobs, mask, chosen, options.unlearn_eps))
-    assert counts["gated"] == 5 + 6
+    assert counts["tokens"] == 16

@@ -15,8 +15,6 @@ ALLOWED: dict[str, tuple[object, ...]] = {  # of [algorithm], where verl can les
 }
 ALLOWED_IN_STAGES: dict[str, tuple[object, ...]] = {  # with more than one
     "saturation": ("stop",),
-    "unlearn_on": ("all", "rewarded", "unrewarded"),
-    "unlearn_max_completions": (0,),
 }
 FILES = ("TRAIN_FILES", "VAL_FILES")  # shell variables: verl reads Parquet files of its own layout
 

@@ -22,6 +22,7 @@ KNOBS = (
     "unlearn_kl_target",
     "unlearn_loss",
     "unlearn_on",
+    "unlearn_max_completions",
     "unlearn_eps",
     "later_advantages",
     *WEIGHTS,
@@ -43,10 +44,6 @@ def read_options(config: Mapping[str, Any]) -> AlgorithmConfig:
             raise UserError(f"unknown key eepo.{name} = {value}; allowed: {', '.join((*KNOBS, DEBUG))}")
     if not isinstance(section.pop(DEBUG, False), bool):
         raise UserError(f"eepo.{DEBUG} = {config['eepo'][DEBUG]} must be true or false")
-    if section.get("unlearn_on") == "stuck":
-        raise UserError(
-            "eepo.unlearn_on = stuck must be all, rewarded or unrewarded: verl's workers see no whole groups"
-        )
     rollout = config["actor_rollout_ref"]["rollout"]
     sampling = {"group_size": rollout["n"], "temperature": rollout["temperature"]}
     options: AlgorithmConfig = read_section(AlgorithmConfig, section | sampling, "verl's command line", "eepo.")

@@ -21,11 +21,14 @@ from eepo.batching import evenly
 from eepo.config import AlgorithmConfig
 from eepo.probe import lr_for_kl
 
+FIRST_STAGE = "eepo_first_stage"  # a column of the rows: θ′'s would tell another KL
+
 
 def find_rate(engine: Any, data: TensorDict, options: AlgorithmConfig, start: float) -> tuple[float, float]:
     """η, the same on every rank, and the KL(θ‖θ′) a token that it gives. The gradient is in the module, and stays."""
     probe = _rows(engine, data, options.probe_completions)
-    mask = probe.select("response_mask").to_padded_tensor()["response_mask"].bool().to(get_device_name())
+    mask = probe.select("response_mask").to_padded_tensor()["response_mask"].bool()
+    mask = (mask & probe[FIRST_STAGE].unsqueeze(1)).to(get_device_name())
     seen: dict[float, float] = {}
     engine.module.eval()  # dropout would be taken for a KL
     try:
@@ -66,4 +69,4 @@ def _mean_kl(engine: Any, before: Tensor, after: Tensor, mask: Tensor) -> float:
     num_tokens = mask.sum()
     sums = torch.stack([kl_penalty(before, after, mask) * num_tokens, num_tokens]).double()
     torch.distributed.all_reduce(sums, group=engine.get_data_parallel_group())
-    return float(sums[0] / sums[1])
+    return float(sums[0] / sums[1].clamp(min=1))

@@ -16,6 +16,8 @@ from transfer_queue import KVBatchMeta
 from verl.utils import tensordict_utils as tu
 
 from eepo.advantages import advantage_weights
+from eepo.algorithm import to_unlearn
+from eepo.batching import evenly
 from eepo.config import AlgorithmConfig
 
 
@@ -67,6 +69,38 @@ class StagedBuffer:
         groups = tu.get_tensordict({"uid": [group_of(key) for key in batch.keys]})
         tq.kv_batch_put(keys=batch.keys, partition_id=partition_id, fields=groups)
         return batch, metrics
+
+
+def rows_to_unlearn(batch: KVBatchMeta, options: AlgorithmConfig) -> tuple[KVBatchMeta, dict[str, bool]]:
+    """The rows that unlearning looks at, no more than `unlearn_max_completions`, and which of them it unlearns."""
+    rewards = [0.0] * len(batch.keys)
+    if options.unlearn_on != "all":
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["rm_scores"])
+        rewards = [float(row.sum()) for row in data["rm_scores"].unbind()]
+    wanted = wanted_rows(batch.keys, rewards, options.unlearn_on)
+    rows = evenly(len(batch.keys), options.unlearn_max_completions)
+    keys, tags = [batch.keys[row] for row in rows], [batch.tags[row] for row in rows]
+    return KVBatchMeta(partition_id=batch.partition_id, keys=keys, tags=tags), {key: wanted[key] for key in keys}
+
+
+def wanted_rows(keys: list[str], rewards: list[float], choice: str) -> dict[str, bool]:
+    """By key. A group is a prompt's rows of all stages so far; a session's rows are one completion with one reward."""
+    if choice == "all":
+        return dict.fromkeys(keys, True)
+    groups: dict[str, dict[str, float]] = {}
+    for key, reward in zip(keys, rewards, strict=True):
+        sessions = groups.setdefault(group_of(key), {})
+        sessions[_session(key)] = sessions.get(_session(key), 0.0) + reward
+    chosen = {
+        session: one
+        for sessions in groups.values()
+        for session, one in zip(sessions, to_unlearn([*sessions.values()], choice), strict=True)
+    }
+    return {key: chosen[_session(key)] for key in keys}
+
+
+def _session(key: str) -> str:
+    return key.rsplit("_", 1)[0]
 
 
 def weigh_advantages(batch: KVBatchMeta, options: AlgorithmConfig, staged: bool) -> None:

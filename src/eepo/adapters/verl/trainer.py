@@ -19,10 +19,13 @@ from eepo.adapters.verl.stages import (
     StagedBuffer,
     joined,
     row_entropies,
+    rows_to_unlearn,
     stage_metrics,
+    stage_of,
     staged_prompts,
     weigh_advantages,
 )
+from eepo.adapters.verl.unlearning import Errand
 from eepo.adapters.verl.worker import UnlearningWorker
 
 STATE = "eepo.json"  # beside verl's own files in a checkpoint
@@ -68,26 +71,32 @@ class EEPOTrainer(PPOTrainerSync):
         metrics = {"eepo/gate_entropy": mean_entropy, "eepo/gate_share": 0.0}
         if self.options.gate == "step" and mean_entropy >= self.options.gate_threshold:
             return metrics
+        rows, wanted = rows_to_unlearn(rows, self.options)
+        if not any(wanted.values()):
+            return metrics
         with marked_timer("eepo_unlearn", self.timing_raw):
             self.checkpoint_manager.sleep_replicas()  # the pass needs the memory of their caches
-            metrics |= self._unlearn(rows)
+            metrics |= self._unlearn(rows, wanted)
         with marked_timer("eepo_push", self.timing_raw):
             self.checkpoint_manager.update_weights(self.global_steps - 1)  # the version that stage 1 had
         return metrics
 
-    def _unlearn(self, rows: KVBatchMeta) -> dict[str, float]:
+    def _unlearn(self, rows: KVBatchMeta, wanted: dict[str, bool]) -> dict[str, float]:
         """Have the workers compute θ′. verl lays rows out evenly over ranks and fills up with empty ones."""
         num_rows = len(rows)
         self.forgetting = True
         batch = self._balance_batch(rows, metrics={})
         self.forgetting = False
-        batch.extra_info |= {
-            "temperature": self.config.actor_rollout_ref.rollout.temperature,
-            "eepo_options": self.options,
-            "eepo_num_rows": num_rows,
-            "eepo_start_lr": self.auto_lr,
-            "eepo_debug": self.debug,
-        }
+        errand = Errand(
+            self.options,
+            num_rows,
+            wanted=tuple(wanted.get(key, False) for key in batch.keys),
+            first_stage=tuple(stage_of(key) == 1 for key in batch.keys),
+            start_lr=self.auto_lr,
+            debug=self.debug,
+        )
+        temperature = self.config.actor_rollout_ref.rollout.temperature
+        batch.extra_info |= {"temperature": temperature, "eepo_errand": errand}
         found = self.actor_rollout_wg.unlearn(batch)["metrics"]
         padding = [key for key in batch.keys if key.startswith("pad")]
         if padding:

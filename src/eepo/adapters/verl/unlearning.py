@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,18 +20,28 @@ from eepo.policy import Scores
 Shards = dict[str, Tensor]  # of θ′, by parameter name; each a DTensor with its parameter's placement
 
 
+@dataclass(frozen=True)
+class Errand:
+    """What the trainer asks of all workers at once."""
+
+    options: AlgorithmConfig
+    num_completions: int  # that the loss is a mean over: without padding
+    wanted: tuple[bool, ...]  # of the rows of all ranks, in order: those to unlearn
+    first_stage: tuple[bool, ...]  # those that θ sampled, on which a KL can be measured
+    start_lr: float  # where a search for η begins
+    debug: bool
+
+
 def micro_batch_loss(
     scores: Scores,  # [B, T] of completion tokens
     mask: Tensor,  # [B, T]; a row of padding has none set
-    rewards: Tensor,  # [B]
+    wanted: Tensor,  # [B]
     options: AlgorithmConfig,
     num_completions: int,  # real ones, over all micro-batches and ranks
 ) -> tuple[Tensor, dict[str, float]]:
     """This micro-batch's part of the mean over all completions, and what it gated. Gate and loss share one forward."""
     mask = mask.bool()
-    gate = unlearn_gate(scores, mask, options)
-    if options.unlearn_on != "all":
-        gate = gate & ((rewards > 0) == (options.unlearn_on == "rewarded")).unsqueeze(1)
+    gate = unlearn_gate(scores, mask, options) & wanted.bool().unsqueeze(1)
     loss = unlearn_loss(scores, mask, gate, options) * (len(mask) / num_completions)
     entropy = torch.where(mask, scores.entropies.detach(), 0.0).sum()
     counts = {"gated": float(gate.sum()), "tokens": float(mask.sum()), "entropy": float(entropy)}

@@ -17,9 +17,11 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.utils.padding import no_padding_2_padding
 
 from eepo.adapters.verl import unlearning
-from eepo.adapters.verl.search import find_rate
+from eepo.adapters.verl.search import FIRST_STAGE, find_rate
 from eepo.config import AlgorithmConfig
 from eepo.policy import Scores
+
+WANTED = "eepo_wanted"  # a column of the rows
 
 
 def engine_loss(
@@ -28,10 +30,9 @@ def engine_loss(
     """The unlearning loss as verl's engines call it. FSDP averages over ranks, ours is a sum over them: × dp_size."""
     logprobs = no_padding_2_padding(model_output["log_probs"], data)  # [B, T]
     entropies = no_padding_2_padding(model_output["entropy"], data)
-    padded = data.select("response_mask", "rm_scores").to_padded_tensor()
+    mask = data.select("response_mask").to_padded_tensor()["response_mask"]
     scores = Scores(logprobs.float(), entropies.float())
-    rewards = padded["rm_scores"].sum(1)
-    loss, counts = unlearning.micro_batch_loss(scores, padded["response_mask"], rewards, options, num_rows)
+    loss, counts = unlearning.micro_batch_loss(scores, mask, data[WANTED], options, num_rows)
     return loss * data["dp_size"], counts
 
 
@@ -45,23 +46,24 @@ class UnlearningWorker(ActorRolloutRefWorker):
     @DistProfiler.annotate(color="purple", role="eepo_unlearn")
     def unlearn(self, data: TensorDict) -> TensorDict:
         """One forward and backward pass over the completions in `data`. Neither θ nor the optimizer takes a step."""
-        options: AlgorithmConfig = tu.pop(data, "eepo_options")
-        num_rows: int = tu.pop(data, "eepo_num_rows")
-        start: float = tu.pop(data, "eepo_start_lr")
-        engine = self.actor.engine
-        if tu.pop(data, "eepo_debug"):
+        errand: unlearning.Errand = tu.pop(data, "eepo_errand")
+        options, engine = errand.options, self.actor.engine
+        if errand.debug:
             self.fingerprint = unlearning.fingerprint(engine.module, engine.optimizer)
+        first = engine.get_data_parallel_rank() * len(data)  # verl cuts a batch into equal slices, rank after rank
+        for name, flags in ((WANTED, errand.wanted), (FIRST_STAGE, errand.first_stage)):
+            data[name] = torch.tensor(flags[first : first + len(data)])
         tu.maybe_fix_3d_position_ids(data)
         tu.assign_non_tensor(data, **self._batching())
         with engine.train_mode():
             engine.optimizer_zero_grad()
-            loss = partial(engine_loss, options=options, num_rows=num_rows)
+            loss = partial(engine_loss, options=options, num_rows=errand.num_completions)
             output = engine.forward_backward_batch(data, loss)
             norm = unlearning.gradient_norm(engine.module)
             metrics = {"grad_norm": norm, **self._totals(output["metrics"])}
             if 0 < norm < math.inf:
                 if options.unlearn_lr == "auto":
-                    metrics["lr"], metrics["kl"] = find_rate(engine, data, options, start)
+                    metrics["lr"], metrics["kl"] = find_rate(engine, data, options, errand.start_lr)
                 else:
                     metrics["lr"] = options.unlearn_lr
                 self.rollout_weights = unlearning.take_rollout_weights(engine.module, metrics["lr"])
