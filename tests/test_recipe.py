@@ -323,6 +323,17 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
 # --- extends ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("below", ["demo/grpo", "paper/qwen2.5-3b", "smollm2/countdown_grpo"])
+def test_what_explores_is_laid_over_any_recipe(below: str) -> None:
+    names = (below, f"{below}+explore/mild", f"{below}+explore/mended")
+    plain, mild, mended = map(recipe.load_run, names)
+    assert [run.algorithm.failure_weight for run in (plain, mild, mended)] == [1, 0.25, 0.25]
+    assert (mild.algorithm.num_stages, mended.algorithm.num_stages) == (1, 2)
+    assert (mended.algorithm.unlearn_on, mended.algorithm.unlearn_lr) == ("unrewarded", "auto")
+    assert plain.training == mild.training == mended.training
+    assert plain.task == mended.task
+
+
 def test_extends_lays_the_file_over_its_base(tmp_path: Path) -> None:
     write(tmp_path, 'name = "base"\n[training]\nseed = 1\nnum_steps = 2\n[task]\nseed = 9\n', "base.toml")
     path = write(tmp_path, 'extends = "base.toml"\nname = "top"\n[training]\nseed = 5\n[evaluation]\nevery = 3\n')
