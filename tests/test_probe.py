@@ -14,7 +14,7 @@ from torch import Tensor
 from eepo.algorithm import completion_mean
 from eepo.batching import MicroBatch
 from eepo.policy import Policy, Scores
-from eepo.probe import LR_BOUNDS, MAX_TRIES, Probe, lr_for_kl
+from eepo.probe import LR_BOUNDS, MAX_TRIES, Found, Probe, lr_above_floor, lr_for_kl
 from eepo.rollout.transformers import TransformersEngine
 from eepo.types import Completion, Prompt, Sampling
 
@@ -164,3 +164,17 @@ def test_a_step_without_effect_grows_within_bounds() -> None:
     assert 1e-3 < lr_for_kl(kl_of, 1e-3, 1e-3) <= LR_BOUNDS[1]
     assert len(kl_of.rates) == MAX_TRIES
     assert lr_for_kl(lambda lr: math.nan, 1e-3, 1e-8) == LR_BOUNDS[0]
+
+
+def test_what_rounding_adds_to_every_kl_is_not_taken_for_the_steps() -> None:
+    """4 η² is the step's own, and .0015 comes with any step: the default target lies below that."""
+    found = lr_above_floor(lambda lr: 4 * lr**2 + 1.5e-3, 1e-3, 1e-2, rounds=True)
+    assert found.lr == pytest.approx((1e-3 / 4) ** 0.5, rel=0.06)
+    assert (found.kl, found.floor) == (pytest.approx(1e-3, rel=0.11), pytest.approx(1.5e-3, rel=0.01))
+    exact = lr_above_floor(lambda lr: 4 * lr**2, 1e-3, 1e-2, rounds=False)
+    assert (exact.lr, exact.floor) == (pytest.approx((1e-3 / 4) ** 0.5, rel=0.06), 0)
+
+
+@pytest.mark.parametrize("rounds", [True, False])
+def test_where_no_rate_moves_anything_the_search_begins_where_it_began(rounds: bool) -> None:
+    assert lr_above_floor(lambda lr: 0.0, 1e-3, 1e-2, rounds) == Found(1e-2, 0.0, 0.0)

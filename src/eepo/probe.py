@@ -18,6 +18,7 @@ from eepo.types import Completion, Prompt
 MAX_TRIES = 10
 CLOSE_ENOUGH = 1.1  # a KL within this factor of its target ends the search
 LR_BOUNDS = (1e-9, 1e3)
+NEGLIGIBLE = 1e-2  # of a step: it has a ten-thousandth of the KL
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,28 @@ def lr_for_kl(kl_of: Callable[[float], float], target: float, start: float) -> f
             lr = math.sqrt(low * high)
         last = here
     return low
+
+
+@dataclass(frozen=True)
+class Found:
+    lr: float
+    kl: float  # above the floor
+    floor: float  # what rounding alone makes of a step that is next to nothing
+
+
+def lr_above_floor(kl_of: Callable[[float], float], target: float, start: float, rounds: bool) -> Found:
+    """As `lr_for_kl`, where passes in bf16 may round: any step, however small, then has a KL that is not its own."""
+    floor = kl_of(start * NEGLIGIBLE) if rounds else 0.0
+    seen: dict[float, float] = {}
+
+    def above(lr: float) -> float:
+        seen[lr] = kl_of(lr) - floor
+        return seen[lr]
+
+    lr = lr_for_kl(above, target, start)
+    if not any(kl > 0 or math.isnan(kl) for kl in seen.values()):  # all of it is saturated: no rate moves θ
+        lr = start
+    return Found(lr, max(seen.get(lr, 0.0), 0.0), floor)
 
 
 def _follow_slope(

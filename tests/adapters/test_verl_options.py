@@ -107,9 +107,14 @@ def test_weights_of_advantages_ask_for_what_they_need_and_no_more() -> None:
 def test_rewards_of_a_model_come_too_late_for_forgetting_rewarded_completions() -> None:
     config = changed(reward__reward_model__enable=True)
     assert read_options(config).unlearn_on == "all"
-    for choice in ("rewarded", "unrewarded"):
+    for choice in ("rewarded", "unrewarded", "stuck"):
         with pytest.raises(UserError, match=f"unlearn_on = {choice} needs rewards before stage 2.*reward_model"):
             read_options(config | {"eepo": {"unlearn_on": choice}})
+
+
+def test_one_completion_a_stage_is_always_stuck() -> None:
+    with pytest.raises(UserError, match=r"rollout\.n = 2 must be more than eepo\.num_stages = 2 with eepo\.unlearn_on"):
+        read_options(changed(eepo__unlearn_on="stuck", actor_rollout_ref__rollout__n=2))
 
 
 def test_one_stage_is_stock_grpo_and_asks_for_nothing() -> None:

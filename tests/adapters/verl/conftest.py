@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -51,6 +52,8 @@ def resumed(model: Path, eepo: VerlRun, tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("resumed")
     shutil.copytree(eepo.folder / "checkpoints/global_step_1", folder / "checkpoints/global_step_1")
     (folder / "checkpoints/latest_checkpointed_iteration.txt").write_text("1")
+    state = folder / "checkpoints/global_step_1/eepo.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"auto_lr": 0.5}))
     knobs = [
         "actor_rollout_ref.rollout.n=8",
         "eepo.num_stages=4",
@@ -64,8 +67,8 @@ def resumed(model: Path, eepo: VerlRun, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="session")
 def kl_met(model: Path, tmp_path_factory: pytest.TempPathFactory) -> VerlRun:
-    """η meets a KL; failures are forgotten, of four of stage 1's six rows; micro-batches are cut by tokens."""
+    """One step: η meets a KL; of five of six rows, and one of padding, failures are forgotten; micro-batches by tokens."""
     knobs = ["eepo.gate=always", "eepo.unlearn_lr=auto", "eepo.unlearn_kl_target=0.02", "eepo.debug=true"]
-    knobs += ["eepo.unlearn_on=unrewarded", "eepo.unlearn_max_completions=4"]
-    sizes = ["actor_rollout_ref.actor.use_dynamic_bsz=true", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64"]
-    return run_verl("eepo.adapters.verl", model, tmp_path_factory.mktemp("kl"), [*knobs, *sizes])
+    knobs += ["eepo.unlearn_on=unrewarded", "eepo.unlearn_max_completions=5"]
+    sizes = ["actor_rollout_ref.actor.use_dynamic_bsz=true", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=128"]
+    return run_verl("eepo.adapters.verl", model, tmp_path_factory.mktemp("kl"), [*knobs, *sizes], num_steps=1)

@@ -26,7 +26,7 @@ from eepo.advantages import advantage_weights
 from eepo.algorithm import kl_penalty, to_unlearn, unlearn_gate, unlearn_loss
 from eepo.batching import evenly
 from eepo.policy import Scores
-from eepo.probe import lr_for_kl
+from eepo.probe import lr_above_floor
 from eepo.types import UserError
 
 Probe = list[tuple[MicroBatch, list[Tensor]]]  # rows of stage 1, and their log-probabilities under θ
@@ -204,22 +204,21 @@ class EEPOTrainer(GRPOTrainer):
         if self.options.unlearn_lr != "auto":
             return self.options.unlearn_lr
         if gradient is not None:
-            seen: list[float] = []
             with tried(self._weights(), gradient) as put:
 
                 def kl_of(lr: float) -> float:
                     put(lr)
                     reshard(self.model)
-                    seen.append(self._kl(probe))
-                    return seen[-1]
+                    return self._kl(probe)
 
                 try:
-                    found = lr_for_kl(kl_of, self.options.unlearn_kl_target, self.auto_lr)
+                    rounds = self.accelerator.mixed_precision != "no"
+                    found = lr_above_floor(kl_of, self.options.unlearn_kl_target, self.auto_lr, rounds)
                 finally:
                     reshard(self.model)
-            if any(seen):  # else all of it is saturated, and no rate moves anything
-                self.auto_lr = found
-            self._record("unlearn_lr", self.auto_lr)
+            self.auto_lr = found.lr
+            self._record("unlearn_lr", found.lr)
+            self._record("kl_floor", found.floor)
         return self.auto_lr
 
     @contextmanager

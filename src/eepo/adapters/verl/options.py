@@ -23,6 +23,7 @@ KNOBS = (
     "unlearn_loss",
     "unlearn_on",
     "unlearn_max_completions",
+    "probe_completions",
     "unlearn_eps",
     "later_advantages",
     *WEIGHTS,
@@ -71,6 +72,11 @@ def check_host(config: Mapping[str, Any], options: AlgorithmConfig) -> None:
     stages, size = options.num_stages, options.group_size
     if size % stages:
         raise UserError(f"actor_rollout_ref.rollout.n = {size} must be a multiple of eepo.num_stages = {stages}")
+    if options.unlearn_on == "stuck" and size == stages:
+        raise UserError(
+            f"actor_rollout_ref.rollout.n = {size} must be more than eepo.num_stages = {stages} "
+            "with eepo.unlearn_on = stuck: one completion is always stuck"
+        )
     _check(config, REQUIRED)
     if options.unlearn_on != "all" and _find(config, "reward.reward_model.enable"):
         raise UserError(

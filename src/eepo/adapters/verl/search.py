@@ -19,17 +19,17 @@ from eepo.adapters.weights import reshard, tried
 from eepo.algorithm import kl_penalty
 from eepo.batching import evenly
 from eepo.config import AlgorithmConfig
-from eepo.probe import lr_for_kl
+from eepo.probe import Found, lr_above_floor
 
 FIRST_STAGE = "eepo_first_stage"  # a column of the rows: θ′'s would tell another KL
 
 
-def find_rate(engine: Any, data: TensorDict, options: AlgorithmConfig, start: float) -> tuple[float, float]:
+def find_rate(engine: Any, data: TensorDict, options: AlgorithmConfig, start: float) -> Found:
     """η, the same on every rank, and the KL(θ‖θ′) a token that it gives. The gradient is in the module, and stays."""
+    rounds = getattr(engine, "_autocast_dtype", torch.bfloat16) != torch.float32
     probe = _rows(engine, data, options.probe_completions)
     mask = probe.select("response_mask").to_padded_tensor()["response_mask"].bool()
     mask = (mask & probe[FIRST_STAGE].unsqueeze(1)).to(get_device_name())
-    seen: dict[float, float] = {}
     engine.module.eval()  # dropout would be taken for a KL
     try:
         before = _logprobs(engine, probe)
@@ -38,22 +38,21 @@ def find_rate(engine: Any, data: TensorDict, options: AlgorithmConfig, start: fl
 
             def kl_of(lr: float) -> float:
                 put(lr)
-                seen[lr] = _mean_kl(engine, before, _logprobs(engine, probe), mask)
-                return seen[lr]
+                return _mean_kl(before, _logprobs(engine, probe), mask)
 
-            found = lr_for_kl(kl_of, options.unlearn_kl_target, start)
+            return lr_above_floor(kl_of, options.unlearn_kl_target, start, rounds)
     finally:
         engine.module.train()
-    if not any(seen.values()):  # all of it is saturated, and no rate moves anything
-        found = start
-    return found, seen.get(found, 0.0)
 
 
 def _rows(engine: Any, data: TensorDict, num_wanted: int) -> TensorDict:
-    """This rank's share of them, evenly spread, in whole micro-batches: a pass is one of all ranks together."""
+    """This rank's share of stage 1, evenly spread, filled up to whole micro-batches: a pass is all ranks' together."""
     whole = 1 if data["use_dynamic_bsz"] else data["micro_batch_size_per_gpu"]
     share = -(-num_wanted // (engine.get_data_parallel_size() * whole)) * whole
-    probe = tu.index_select_tensor_dict(data, evenly(len(data), min(share, len(data))))
+    count, first = min(share, len(data)), data[FIRST_STAGE].tolist()
+    own, others = ([row for row, one in enumerate(first) if one == wanted] for wanted in (True, False))
+    rows = [own[place] for place in evenly(len(own), count)]
+    probe = tu.index_select_tensor_dict(data, [*rows, *others[: count - len(rows)]])
     tu.assign_non_tensor(probe, calculate_entropy=False)
     return probe
 
@@ -62,11 +61,12 @@ def _logprobs(engine: Any, probe: TensorDict) -> Tensor:  # [B, T]
     """Under the module as it stands. Weights that FSDP left gathered would hide what is put into the shards next."""
     output = engine.forward_backward_batch(probe, None, forward_only=True)["model_output"]
     reshard(engine.module)
-    return no_padding_2_padding(output["log_probs"], probe).float()
+    return no_padding_2_padding(output["log_probs"], probe).double()
 
 
-def _mean_kl(engine: Any, before: Tensor, after: Tensor, mask: Tensor) -> float:
+def _mean_kl(before: Tensor, after: Tensor, mask: Tensor) -> float:
+    """Over all ranks, so that all of them go the same way; ranks that share a sequence count it alike."""
     num_tokens = mask.sum()
-    sums = torch.stack([kl_penalty(before, after, mask) * num_tokens, num_tokens]).double()
-    torch.distributed.all_reduce(sums, group=engine.get_data_parallel_group())
+    sums = torch.stack([kl_penalty(before, after, mask) * num_tokens, num_tokens])
+    torch.distributed.all_reduce(sums)
     return float(sums[0] / sums[1].clamp(min=1))

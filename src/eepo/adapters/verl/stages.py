@@ -78,7 +78,8 @@ def rows_to_unlearn(batch: KVBatchMeta, options: AlgorithmConfig) -> tuple[KVBat
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["rm_scores"])
         rewards = [float(row.sum()) for row in data["rm_scores"].unbind()]
     wanted = wanted_rows(batch.keys, rewards, options.unlearn_on)
-    rows = evenly(len(batch.keys), options.unlearn_max_completions)
+    order = sorted(range(len(batch.keys)), key=lambda row: batch.keys[row])  # prompt by prompt, not as they ended
+    rows = [order[place] for place in evenly(len(order), options.unlearn_max_completions)]
     keys, tags = [batch.keys[row] for row in rows], [batch.tags[row] for row in rows]
     return KVBatchMeta(partition_id=batch.partition_id, keys=keys, tags=tags), {key: wanted[key] for key in keys}
 
@@ -90,7 +91,7 @@ def wanted_rows(keys: list[str], rewards: list[float], choice: str) -> dict[str,
     groups: dict[str, dict[str, float]] = {}
     for key, reward in zip(keys, rewards, strict=True):
         sessions = groups.setdefault(group_of(key), {})
-        sessions[_session(key)] = sessions.get(_session(key), 0.0) + reward
+        sessions[_session(key)] = max(sessions.get(_session(key), 0.0), reward, key=abs)  # on all its rows, or the last
     chosen = {
         session: one
         for sessions in groups.values()

@@ -49,12 +49,12 @@ class EEPOTrainer(PPOTrainerSync):
         if not self.staged:
             return super().prepare_step()
         prompts = self._next_train_batch()
-        metrics: dict[str, float] = {}
+        metrics: dict[str, float] = {}  # of the last unlearning: each starts from θ again
         for stage in range(1, self.options.num_stages):
             self._ask(prompts, stage)
             with marked_timer(f"eepo_stage{stage}", self.timing_raw):
                 self.replay_buffer.add_stage(global_steps=self.global_steps, batch_size=len(prompts))
-            metrics |= self._forget(joined(self.replay_buffer.earlier), stage)
+            metrics = self._forget(joined(self.replay_buffer.earlier), stage)
         self._ask(prompts, self.options.num_stages)
         return metrics
 
@@ -108,7 +108,7 @@ class EEPOTrainer(PPOTrainerSync):
             "eepo/unlearn/grad_norm": found["grad_norm"],
             "eepo/unlearn/completions": float(num_rows),
         }
-        moved = {name: found[name] for name in ("lr", "kl", "weights_changed_share") if name in found}
+        moved = {name: found[name] for name in ("lr", "kl", "kl_floor", "weights_changed_share") if name in found}
         if "kl" in moved:
             self.auto_lr = moved["lr"]
         return metrics | {f"eepo/unlearn/{name}": float(value) for name, value in moved.items()}

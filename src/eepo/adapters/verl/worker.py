@@ -63,7 +63,8 @@ class UnlearningWorker(ActorRolloutRefWorker):
             metrics = {"grad_norm": norm, **self._totals(output["metrics"])}
             if 0 < norm < math.inf:
                 if options.unlearn_lr == "auto":
-                    metrics["lr"], metrics["kl"] = find_rate(engine, data, options, errand.start_lr)
+                    found = find_rate(engine, data, options, errand.start_lr)
+                    metrics |= {"lr": found.lr, "kl": found.kl, "kl_floor": found.floor}
                 else:
                     metrics["lr"] = options.unlearn_lr
                 self.rollout_weights = unlearning.take_rollout_weights(engine.module, metrics["lr"])
