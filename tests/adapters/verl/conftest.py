@@ -67,7 +67,7 @@ def resumed(model: Path, eepo: VerlRun, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="session")
 def kl_met(model: Path, tmp_path_factory: pytest.TempPathFactory) -> VerlRun:
-    """One step: η meets a KL; of five of six rows, and one of padding, failures are forgotten; micro-batches by tokens."""
+    """One step: η meets a KL; failures are forgotten, of five rows and one of padding; micro-batches by tokens."""
     knobs = ["eepo.gate=always", "eepo.unlearn_lr=auto", "eepo.unlearn_kl_target=0.02", "eepo.debug=true"]
     knobs += ["eepo.unlearn_on=unrewarded", "eepo.unlearn_max_completions=5"]
     sizes = ["actor_rollout_ref.actor.use_dynamic_bsz=true", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=128"]
