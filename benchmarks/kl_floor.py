@@ -65,6 +65,7 @@ def main(name: str) -> None:
     engine = TransformersEngine(copy.deepcopy(model), tokenizer, stop="" if small else "\n")
     groups = engine.generate(prompts, GROUP, Sampling(1.0, 24, stream="floor"))
     pairs = [(prompt, one) for prompt, group in zip(prompts, groups, strict=True) for one in group]
+    plain = copy.deepcopy(model)  # a policy on a GPU takes packed rows, and no others
     policy, options = Policy(model), AlgorithmConfig(gate="always")
 
     def loss(batch: MicroBatch, scores: Scores) -> Tensor:
@@ -75,7 +76,7 @@ def main(name: str) -> None:
     print(f"{name} on {device}\n\n| η | KL as scored | KL in fp32 |\n|---|---|---|")
     with torch.no_grad():
         for lr in RATES:
-            exact = plain_kl(model, stepped(model, gradient, lr), probe)
+            exact = plain_kl(plain, stepped(plain, gradient, lr), probe)
             print(f"| {lr:.0e} | {probe.measure(gradient, lr).kl:.2e} | {exact:.2e} |")
 
 
