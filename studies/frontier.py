@@ -39,7 +39,7 @@ def frontier_figure(sets: Mapping[str, tuple[Mapping[str, Points], Points]], mea
                 colour, marker = looks(reported)[method]
                 x, y = _middle(seeds)
                 axes.errorbar(
-                    x, y, xerr=_arms([s[0] for s in seeds]), yerr=_arms([s[1] for s in seeds]), color=colour,
+                    x, y, xerr=arms([s[0] for s in seeds]), yerr=arms([s[1] for s in seeds]), color=colour,
                     marker=marker, markersize=3.5, linewidth=0.5, linestyle="none",
                 )  # fmt: skip
                 if len({*looks(reported).values()}) < len(reported):  # they repeat
@@ -80,7 +80,7 @@ def _middle(seeds: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return statistics.mean(x for x, _ in seeds), statistics.mean(y for _, y in seeds)
 
 
-def _arms(values: Sequence[float]) -> list[list[float]]:
+def arms(values: Sequence[float]) -> list[list[float]]:
     """Half-widths of the 95 % interval over seeds, as matplotlib wants them."""
     low, high = seed_interval(values) or (values[0], values[0])
     middle = statistics.mean(values)

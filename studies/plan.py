@@ -14,6 +14,7 @@ from eepo.runlog import read_lines
 from eepo.types import UserError
 
 TUNE, REPORT = "tune", "report"  # phases; a plan may have more that report, with seeds of their own
+STEPS = "training.num_steps="
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,15 @@ class Plan:
             return [] if phase == TUNE else every
         return every if phase == TUNE else [self.value(regime, name)]
 
-    def done(self, phase: str) -> list[dict[str, Any]]:
+    def done(self, *phases: str) -> list[dict[str, Any]]:
         """Lines of runs whose knobs are those they would have now: tuning may have chosen others since."""
-        return [line for line in self.lines(phase) if self._holds(phase, line)]
+        return [line for phase in phases for line in self.lines(phase) if self._holds(phase, line)]
+
+    def num_steps(self, line: dict[str, Any]) -> int:
+        """Of the run that wrote it; 0 if the plan leaves it to the recipe."""
+        regime = self.tables["regimes"][line["regime"]]
+        knobs = [*self.tables.get("set", []), *regime.get("set", []), *line["knobs"]]
+        return next((int(knob.removeprefix(STEPS)) for knob in reversed(knobs) if knob.startswith(STEPS)), 0)
 
     def _holds(self, phase: str, line: dict[str, Any]) -> bool:
         regime, name, value = line["regime"], line["method"], line["value"]

@@ -13,6 +13,7 @@ of a method). A method also has the knobs of those in its `base`, tuned: tune th
 compare with the first method, or, at the same value, with the one that is named in `against`; paired by seed, with 95 %
 intervals.
 A plan's `seeds` may name more phases: each reports anew, with what tuning chose, on seeds of its own (`--phase fresh`).
+Tables and figures may be of several phases together (`--phase report --phase fresh`).
 Every finished run becomes one line of OUT/PHASE.jsonl, and its weights are deleted; the same command goes on where it
 stopped, from the lines alone if the runs are gone.
 """
@@ -28,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from frontier import Points, frontier_figure
-from plan import REPORT, TUNE, Plan, Run, as_run, final
+from lengths import Lengths, length_figure
+from plan import REPORT, STEPS, TUNE, Plan, Run, as_run, final
 from tables import tables
 from warm import WarmStarter
 
@@ -48,6 +50,7 @@ KEPT = ("step", "entropy", "reward", "stage1/entropy", "stage2/entropy", "stage1
 MOST_ROWS = 30  # of a run's metrics
 WEIGHTS = "final", "checkpoints"  # folders of a run
 FRONTIER = "pass@32"
+LENGTHS = "mean", "pass@32"
 
 
 def line_of(run: Run, folder: Path) -> dict[str, Any]:
@@ -109,14 +112,16 @@ def run(plan: Plan, phase: str, num_jobs: int, regimes: Sequence[str], methods: 
         raise SystemExit(f"{failed} of {len(jobs)} runs failed; the same command tries them again")
 
 
-def figures(plan: Plan, into: Path, methods: Sequence[str], study: str, phase: str = REPORT) -> None:
-    """Three for each regime, named after study and regime."""
+def figures(
+    plan: Plan, into: Path, methods: Sequence[str], study: str, regimes: Sequence[str], phases: Sequence[str]
+) -> None:
+    """Up to four for each regime, named after study and regime."""
     into.mkdir(parents=True, exist_ok=True)
     lined = {name for name, method in plan.tables["methods"].items() if method.get("every_value")}
-    found = [line for line in plan.done(phase) if not methods or line["method"] in {*methods, *lined}]
+    found = [line for line in plan.done(*phases) if not methods or line["method"] in {*methods, *lined}]
     order = list(plan.tables["methods"])
     found.sort(key=lambda line: order.index(line["method"]))  # legends as the plan has them, not as runs ended
-    for regime in plan.tables["regimes"]:
+    for regime in regimes or plan.tables["regimes"]:
         here = [line for line in found if line["regime"] == regime]
         line = [one for one in here if one["method"] in lined]
         points = [one for one in here if one["method"] not in lined]
@@ -124,6 +129,7 @@ def figures(plan: Plan, into: Path, methods: Sequence[str], study: str, phase: s
             "exploration": exploration_figure(list(map(as_run, points))) if points else None,
             "pass_at_k": pass_at_k_figure(list(map(as_run, points))) if points else None,
             "frontier": frontier_figure(_frontiers(plan, line, points), FRONTIER),
+            "lengths": length_figure(_lengths(plan, points)),
         }
         for name, figure in drawn.items():
             if figure is not None:
@@ -151,12 +157,33 @@ def _frontiers(
     return {where: ({name: along(name, where) for name in names}, of(points, "method", where)) for where in sets}
 
 
+def _lengths(plan: Plan, points: Sequence[dict[str, Any]]) -> dict[str, Lengths]:
+    """By measure and set: methods that were run for several numbers of steps, under the first one's name."""
+    families: dict[frozenset[str], list[dict[str, Any]]] = {}
+    for one in points:
+        knobs = frozenset(knob for knob in one["knobs"] if not knob.startswith(STEPS))
+        families.setdefault(knobs, []).append(one)
+    several = [own for own in families.values() if len(set(map(plan.num_steps, own))) > 1]
+    measured: dict[str, Lengths] = {}
+    for where in records.evaluation_sets([as_run(one) for own in several for one in own]):
+        for measure in LENGTHS:
+            lengths = measured[f"{measure}, {where.replace('_', ' ')}"] = {}
+            for own in several:
+                line = lengths.setdefault(own[0]["method"], {})
+                for one in own:
+                    line.setdefault(plan.num_steps(one), []).append(final(one, where, measure))
+    return measured
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("run", "list", "tables", "figures"))
     parser.add_argument("plan", type=Path)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--phase", default="", help="a name in the plan's seeds; tune for runs, report for the rest")
+    parser.add_argument(
+        "--phase", action="append", default=[],
+        help="a name in the plan's seeds; tune for runs, report for the rest; of tables and figures repeatable",
+    )  # fmt: skip
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--regime", action="append", default=[], help="only this one; repeatable")
     parser.add_argument("--method", action="append", default=[], help="only this one; repeatable")
@@ -169,17 +196,21 @@ def main() -> None:
         if not args.plan.is_file():
             raise UserError(f"{args.plan}: no such plan")
         plan = Plan(read_toml(args.plan), args.out)
-        phase = args.phase or (TUNE if args.action in ("run", "list") else REPORT)
-        plan.check(args.regime, [*args.method, *args.against.split()[:1]], phase)
+        runs = args.action in ("run", "list")
+        phases = args.phase or [TUNE if runs else REPORT]
+        if runs and len(phases) > 1:
+            raise UserError(f"--phase {' --phase '.join(phases)}: {args.action} takes one")
+        for phase in phases:
+            plan.check(args.regime, [*args.method, *args.against.split()[:1]], phase)
         if args.action == "run":
-            run(plan, phase, args.jobs, args.regime, args.method)
+            run(plan, phases[0], args.jobs, args.regime, args.method)
         elif args.action == "list":
-            wanted = plan.runs(phase, args.regime, args.method)
+            wanted = plan.runs(phases[0], args.regime, args.method)
             print("\n".join(" ".join(plan.command(one, one.folder)) for one in wanted))
         elif args.action == "tables":
-            print(tables(plan, args.regime, args.method, args.against, phase))
+            print(tables(plan, args.regime, args.method, args.against, phases))
         else:
-            figures(plan, args.into, args.method, args.plan.stem, phase)
+            figures(plan, args.into, args.method, args.plan.stem, args.regime, phases)
     except UserError as error:
         raise SystemExit(f"error: {error}") from error
 

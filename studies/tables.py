@@ -19,14 +19,18 @@ TOLD = {"entropy": "entropy", "stage1/entropy": "of stage 1", "stage2/entropy": 
 
 
 def tables(
-    plan: Plan, regimes: Sequence[str] = (), names: Sequence[str] = (), against: str = "", phase: str = REPORT
+    plan: Plan,
+    regimes: Sequence[str] = (),
+    names: Sequence[str] = (),
+    against: str = "",
+    phases: Sequence[str] = (REPORT,),
 ) -> str:
     """Markdown: for each regime what every method did in training, then, set by set, what came of it.
 
     Differences are to the plan's first method, or to `against`: a method, or one with its value (grpo_rates 2e-5). A
     regime that does not have it is left out.
     """
-    found = plan.done(phase)
+    found = plan.done(*phases)
     titles = list(dict.fromkeys(map(_title, found)))
     if against and against not in {*titles, *(line["method"] for line in found)}:
         raise UserError(f"--against {against!r} is not reported; allowed: {', '.join(titles)}")

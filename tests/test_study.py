@@ -101,8 +101,11 @@ def test_a_phase_of_its_own_reports_what_tuning_chose_on_other_seeds(study: Any,
     assert [one.key for one in runs] == [("dense", "grpo", "1e-5", seed) for seed in (7, 8)]
     write(tmp_path / "report.jsonl", [line("grpo", "1e-5", 0, 0.5)])
     write(tmp_path / "fresh.jsonl", [line("grpo", "1e-5", seed, 0.9) for seed in (7, 8)])
-    assert "| grpo 1e-5 | 0.450 | 0.900 |" in study.tables(plan, phase="fresh")
+    assert "| grpo 1e-5 | 0.450 | 0.900 |" in study.tables(plan, phases=["fresh"])
     assert "| grpo 1e-5 | 0.250 | 0.500 |" in study.tables(plan)
+    both = study.tables(plan, phases=["report", "fresh"])
+    assert "| grpo 1e-5 | 3 |" in both
+    assert "| grpo 1e-5 | 0.383 | 0.767 |" in both
     with pytest.raises(UserError, match="stale is not in the plan; allowed: tune, report, fresh"):
         plan.check([], [], "stale")
 
@@ -126,7 +129,7 @@ def test_tables_are_paired_by_seed(study: Any, plan: Any, tmp_path: Path) -> Non
     # gaps .1, .1, -.2: mean 0, standard error .1, and 4.303 of these; means are half of it
     assert row.startswith("| eepo | 0.350<br>+0.000 [-0.215, +0.215] | 0.700<br>+0.000 [-0.430, +0.430] |")
     assert training.startswith("| eepo | 3 |  | 0.25 |")  # no entropy of all, stage 1's at the last step
-    study.figures(plan, tmp_path / "figures", [], "small")
+    study.figures(plan, tmp_path / "figures", [], "small", [], ["report"])
     names = {path.name for path in (tmp_path / "figures").iterdir()}
     assert names == {f"small_dense_{name}.png" for name in ("exploration", "pass_at_k", "frontier")}
 
@@ -177,7 +180,7 @@ def test_what_ran_before_tuning_chose_another_value_does_not_count(study: Any, p
         "every_value": True
     }  # then each value is a line of its own, and the first the base
     assert "grpo 1e-4" in study.tables(plan)
-    study.figures(plan, tmp_path / "figures", [], "small")
+    study.figures(plan, tmp_path / "figures", [], "small", [], ["report"])
     assert (tmp_path / "figures" / "small_dense_frontier.png").exists()
 
 
@@ -203,6 +206,29 @@ def test_a_method_is_compared_with_the_one_it_names_at_the_same_value(study: Any
     plan.tables["methods"]["other"] |= {"against": "grpo", "every_value": False}
     with pytest.raises(UserError, match="other: against = grpo needs every_value in both"):
         study.Plan(plan.tables, tmp_path)
+
+
+def test_methods_that_differ_in_their_steps_alone_are_one_line(study: Any, plan: Any, tmp_path: Path) -> None:
+    longer = {"base": ["grpo"], "set": ["training.num_steps=5"]}
+    plan.tables["methods"] |= {"longer": longer}
+    grown = [line("longer", "", seed, 0.8) for seed in (0, 1)]
+    for one in grown:
+        one["knobs"].append("training.num_steps=5")
+    reported = [line("grpo", "1e-5", 0, 0.4), line("eepo", "", 0, 0.6), *grown]
+    write(tmp_path / "report.jsonl", reported)
+    measured = study._lengths(plan, plan.done("report"))
+    assert measured["mean, in range"] == {"grpo": {2: [0.2], 5: [0.4, 0.4]}}  # EEPO has one length
+    assert list(measured) == ["mean, in range", "pass@32, in range"]
+    study.figures(plan, tmp_path / "figures", [], "small", ["dense"], ["report"])
+    assert (tmp_path / "figures" / "small_dense_lengths.png").exists()
+
+
+def test_runs_are_of_one_phase(study: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "plan.toml").write_text((ROOT / "studies" / "smollm2.toml").read_text())
+    asked = ["list", f"{tmp_path}/plan.toml", "--out", str(tmp_path), "--phase", "report", "--phase", "fresh"]
+    monkeypatch.setattr("sys.argv", ["study.py", *asked])
+    with pytest.raises(SystemExit, match="--phase report --phase fresh: list takes one"):
+        study.main()
 
 
 def test_a_run_that_dies_leaves_the_others_alone(study: Any, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
