@@ -57,7 +57,7 @@ def ours(args: argparse.Namespace, device: torch.device, **options: Any) -> list
     training = ModelConfig(micro_batch_tokens=args.tokens, head_tokens=args.head)
     engine = shapes.Forced(copy.deepcopy(model).to(torch.bfloat16), args.rows, by_row, training)
     frozen = copy.deepcopy(model).requires_grad_(False)
-    reference = Policy(frozen, args.tokens, args.head, torch.bfloat16)
+    reference = Policy(frozen, args.tokens, args.head, dtype=torch.bfloat16)
     policy = Policy(model, args.tokens, args.head)
     problem = engine.unusable()
     if problem:

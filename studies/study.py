@@ -45,10 +45,11 @@ from eepo.sweep import job_environment
 from eepo.types import UserError
 
 KEPT = ("step", "entropy", "reward", "stage1/entropy", "stage2/entropy", "stage1/reward", "stage2/reward",
-        "stage1/length", "stage2/length", "unlearn/kl", "unlearn/lr", "gate_share", "seconds/total",
-        "memory/peak", "memory/held")  # fmt: skip
+        "stage1/length", "stage2/length", "unlearn/kl", "unlearn/lr", "gate_share", "missed_share", "rescued_share",
+        "seconds/total", "memory/peak", "memory/held")  # fmt: skip
 MOST_ROWS = 30  # of a run's metrics
 WEIGHTS = "final", "checkpoints"  # folders of a run
+FIGURES = "exploration", "pass_at_k", "frontier", "lengths"
 FRONTIER = "pass@32"
 LENGTHS = "mean", "pass@32"
 
@@ -113,9 +114,15 @@ def run(plan: Plan, phase: str, num_jobs: int, regimes: Sequence[str], methods: 
 
 
 def figures(
-    plan: Plan, into: Path, methods: Sequence[str], study: str, regimes: Sequence[str], phases: Sequence[str]
+    plan: Plan,
+    into: Path,
+    study: str,
+    names: Sequence[str] = (),
+    regimes: Sequence[str] = (),
+    methods: Sequence[str] = (),
+    phases: Sequence[str] = (REPORT,),
 ) -> None:
-    """Up to four for each regime, named after study and regime."""
+    """Up to four for each regime, named after study and regime; or only those `names`."""
     into.mkdir(parents=True, exist_ok=True)
     lined = {name for name, method in plan.tables["methods"].items() if method.get("every_value")}
     found = [line for line in plan.done(*phases) if not methods or line["method"] in {*methods, *lined}]
@@ -132,7 +139,7 @@ def figures(
             "lengths": length_figure(_lengths(plan, points)),
         }
         for name, figure in drawn.items():
-            if figure is not None:
+            if figure is not None and (not names or name in names):
                 (into / f"{study}_{regime}_{name}.png").write_bytes(image_bytes(figure, "png"))
 
 
@@ -164,6 +171,8 @@ def _lengths(plan: Plan, points: Sequence[dict[str, Any]]) -> dict[str, Lengths]
         knobs = frozenset(knob for knob in one["knobs"] if not knob.startswith(STEPS))
         families.setdefault(knobs, []).append(one)
     several = [own for own in families.values() if len(set(map(plan.num_steps, own))) > 1]
+    if len(several) < 2:  # nothing to compare
+        return {}
     measured: dict[str, Lengths] = {}
     for where in records.evaluation_sets([as_run(one) for own in several for one in own]):
         for measure in LENGTHS:
@@ -188,6 +197,7 @@ def main() -> None:
     parser.add_argument("--regime", action="append", default=[], help="only this one; repeatable")
     parser.add_argument("--method", action="append", default=[], help="only this one; repeatable")
     parser.add_argument("--against", default="", help="of tables: what differences are to, METHOD or 'METHOD VALUE'")
+    parser.add_argument("--figure", action="append", default=[], choices=FIGURES, help="only this one; repeatable")
     parser.add_argument("--into", type=Path, default=Path("docs/results/figures"), help="where figures go")
     args = parser.parse_args()
     try:
@@ -210,7 +220,7 @@ def main() -> None:
         elif args.action == "tables":
             print(tables(plan, args.regime, args.method, args.against, phases))
         else:
-            figures(plan, args.into, args.method, args.plan.stem, args.regime, phases)
+            figures(plan, args.into, args.plan.stem, args.figure, args.regime, args.method, phases)
     except UserError as error:
         raise SystemExit(f"error: {error}") from error
 

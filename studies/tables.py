@@ -15,7 +15,7 @@ from eepo.types import UserError
 MEASURES = ("mean", "greedy", "pass@8", "pass@32", "distinct")
 TOLD = {"entropy": "entropy", "stage1/entropy": "of stage 1", "stage2/entropy": "of stage 2", "reward": "reward",
         "stage1/reward": "of stage 1", "stage2/reward": "of stage 2", "unlearn/kl": "KL", "unlearn/lr": "η",
-        "gate_share": "gated", "seconds": "seconds"}  # fmt: skip
+        "gate_share": "gated", "missed_share": "missed", "rescued_share": "rescued", "seconds": "seconds"}  # fmt: skip
 
 
 def tables(
@@ -45,7 +45,9 @@ def tables(
         if against and not chosen:
             continue
         shown = {title: own for title, own in methods.items() if not names or own[0]["method"] in names}
-        parts.append(_table(f"{regime}, training", ["", "seeds", *TOLD.values()], map(_training_row, shown.values())))
+        told = _told(here)
+        rows = [_training_row(own, told) for own in shown.values()]
+        parts.append(_table(f"{regime}, training", ["", "seeds", *map(TOLD.__getitem__, told)], rows))
         for where in records.evaluation_sets([as_run(line) for line in here]):
             rows = []
             for own in shown.values():
@@ -83,10 +85,16 @@ def _title(line: dict[str, Any]) -> str:
     return f"{line['method']} {line['value']}".strip()
 
 
-def _training_row(own: Sequence[dict[str, Any]]) -> list[str]:
+def _told(lines: Sequence[dict[str, Any]]) -> list[str]:
+    """What some run has; older ones know of less."""
+    known = {name for line in lines for row in line["metrics"] for name in row}
+    return [name for name in TOLD if name in known or name == "seconds"]
+
+
+def _training_row(own: Sequence[dict[str, Any]], told: Sequence[str]) -> list[str]:
     """Means over seeds; of what varies over the steps, over the last third of them."""
     cells = [_title(own[0]), str(len(own))]
-    for name in TOLD:
+    for name in told:
         if name == "seconds":
             cells.append(f"{statistics.mean(line['seconds'] for line in own):.0f}")
             continue

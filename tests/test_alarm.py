@@ -51,6 +51,7 @@ def test_a_healthy_run_raises_none() -> None:
         ({"stage2__truncated_share": 0.6}, "truncated_share_above", 0.6, 2, True),
         ({"stage1__truncated_share": 0.7, "stage2__truncated_share": 0.9}, "truncated_share_above", 0.7, 1, False),
         ({"zero_advantage_share": 0.96}, "zero_advantage_share_above", 0.96, None, False),
+        ({"mismatch_kl": 0.03}, "mismatch_kl_above", 0.03, None, False),
         ({"stage2__reward": 0.0}, "dead_stage_above", 0.5, 2, True),
         ({"stage2__reward": 0.024}, "dead_stage_above", 0.5, 2, True),
         ({"stage1__reward": 0.0}, "dead_stage_above", 0.4, 1, False),

@@ -99,6 +99,13 @@ def test_on_a_gpu_one_row_must_fit_and_the_cache_of_the_others_is_told_apart() -
     assert needs(RUN).cache == 0
 
 
+def test_products_in_fp32_take_as_much_on_a_gpu_as_elsewhere() -> None:
+    exact, here = needs(change("model", compute_dtype="float32"), cuda=True), needs(RUN)
+    assert exact.phases["update"] == here.phases["update"]
+    assert exact.held == here.held
+    assert needs(RUN, cuda=True).phases["update"] < exact.phases["update"]
+
+
 def test_only_one_phase_happens_at_a_time() -> None:
     found = needs(change("algorithm", num_stages=2))
     assert found.largest_phase == "sampling"

@@ -242,12 +242,13 @@ def test_a_reference_with_bf16_matrices_scores_as_fp32_weights_do_under_autocast
     for weight in model.parameters():
         if weight.ndim > 1:
             weight.data = weight.data.bfloat16().float()  # as if it had been published in bf16
-    held = Policy(copy.deepcopy(model), 60, 7, torch.bfloat16)
-    whole = Policy(model, 60, 7)
-    whole._autocast = True  # as on a GPU
+    held = Policy(copy.deepcopy(model), 60, 7, dtype=torch.bfloat16)
+    exact, whole = Policy(copy.deepcopy(model), 60, 7), Policy(model, 60, 7, compute=torch.bfloat16)  # as on a GPU
     assert {weight.dtype for weight in held.model.parameters() if weight.ndim > 1} == {torch.bfloat16}
     assert {weight.dtype for weight in held.model.parameters() if weight.ndim == 1} == {torch.float32}
     with torch.no_grad():
-        for ours, theirs in zip(scored_rows(held, pairs, 1.0), scored_rows(whole, pairs, 1.0), strict=True):
-            for column, other in zip(ours, theirs, strict=True):
+        rows = [scored_rows(policy, pairs, 1.0) for policy in (held, whole, exact)]
+        for ours, theirs, unrounded in zip(*rows, strict=True):
+            for column, other, third in zip(ours, theirs, unrounded, strict=True):
                 assert torch.equal(column, other)
+                assert not torch.equal(column, third)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from eepo import pretrained
-from eepo.config import ModelConfig
+from eepo.config import ModelConfig, RolloutConfig, RunConfig
 from eepo.tasks.countdown import build_tokenizer
 from eepo.types import UserError
 
@@ -167,6 +168,15 @@ def test_the_engine_samples_in_bfloat16_on_a_gpu_and_in_float32_elsewhere() -> N
     assert pretrained.pick_dtype("auto", CPU) is torch.float32
     assert pretrained.pick_dtype("auto", torch.device("cuda")) is torch.bfloat16
     assert pretrained.pick_dtype("float16", CPU) is torch.float16
+
+
+def test_sampling_and_training_in_two_types_is_said() -> None:
+    run, gpu = RunConfig(), torch.device("cuda")
+    exact = dataclasses.replace(run, rollout=RolloutConfig(dtype="float32"))
+    assert not pretrained.two_types(run, gpu)
+    assert not pretrained.two_types(exact, CPU)
+    assert "sampled in float32, trained with products in bfloat16" in pretrained.two_types(exact, gpu)
+    assert not pretrained.two_types(dataclasses.replace(exact, model=ModelConfig(compute_dtype="float32")), gpu)
 
 
 def test_a_run_that_is_not_finished_means_its_newest_checkpoint(tmp_path: Path) -> None:

@@ -128,8 +128,9 @@ def test_tables_are_paired_by_seed(study: Any, plan: Any, tmp_path: Path) -> Non
     training, row = [row for row in text.splitlines() if row.startswith("| eepo |")]
     # gaps .1, .1, -.2: mean 0, standard error .1, and 4.303 of these; means are half of it
     assert row.startswith("| eepo | 0.350<br>+0.000 [-0.215, +0.215] | 0.700<br>+0.000 [-0.430, +0.430] |")
-    assert training.startswith("| eepo | 3 |  | 0.25 |")  # no entropy of all, stage 1's at the last step
-    study.figures(plan, tmp_path / "figures", [], "small", [], ["report"])
+    assert training == "| eepo | 3 | 0.25 | 0.7 | 1 |"  # stage 1's entropy at the last step; columns that somebody has
+    assert "|  | seeds | of stage 1 | of stage 1 | seconds |" in text
+    study.figures(plan, tmp_path / "figures", "small")
     names = {path.name for path in (tmp_path / "figures").iterdir()}
     assert names == {f"small_dense_{name}.png" for name in ("exploration", "pass_at_k", "frontier")}
 
@@ -180,7 +181,7 @@ def test_what_ran_before_tuning_chose_another_value_does_not_count(study: Any, p
         "every_value": True
     }  # then each value is a line of its own, and the first the base
     assert "grpo 1e-4" in study.tables(plan)
-    study.figures(plan, tmp_path / "figures", [], "small", [], ["report"])
+    study.figures(plan, tmp_path / "figures", "small")
     assert (tmp_path / "figures" / "small_dense_frontier.png").exists()
 
 
@@ -209,18 +210,23 @@ def test_a_method_is_compared_with_the_one_it_names_at_the_same_value(study: Any
 
 
 def test_methods_that_differ_in_their_steps_alone_are_one_line(study: Any, plan: Any, tmp_path: Path) -> None:
-    longer = {"base": ["grpo"], "set": ["training.num_steps=5"]}
-    plan.tables["methods"] |= {"longer": longer}
-    grown = [line("longer", "", seed, 0.8) for seed in (0, 1)]
-    for one in grown:
-        one["knobs"].append("training.num_steps=5")
-    reported = [line("grpo", "1e-5", 0, 0.4), line("eepo", "", 0, 0.6), *grown]
-    write(tmp_path / "report.jsonl", reported)
+    five = "training.num_steps=5"
+    plan.tables["methods"] |= {f"{name}_5": {"base": [name], "set": [five]} for name in ("grpo", "eepo")}
+
+    def longer(name: str, *rest: Any) -> dict[str, Any]:
+        found = line(name, *rest)
+        return found | {"method": f"{name}_5", "value": "", "knobs": [*found["knobs"], five]}
+
+    short = [line("grpo", "1e-5", 0, 0.4), line("eepo", "", 0, 0.6), line("wide", "32", 0, 0.6)]
+    grown = [longer("grpo", "1e-5", seed, 0.8) for seed in (0, 1)]
+    write(tmp_path / "report.jsonl", [*short, *grown])
+    assert not study._lengths(plan, plan.done("report"))  # of one method: nothing to compare
+    write(tmp_path / "report.jsonl", [*short, *grown, longer("eepo", "", 1, 0.2)])
     measured = study._lengths(plan, plan.done("report"))
-    assert measured["mean, in range"] == {"grpo": {2: [0.2], 5: [0.4, 0.4]}}  # EEPO has one length
     assert list(measured) == ["mean, in range", "pass@32, in range"]
-    study.figures(plan, tmp_path / "figures", [], "small", ["dense"], ["report"])
-    assert (tmp_path / "figures" / "small_dense_lengths.png").exists()
+    assert measured["mean, in range"] == {"grpo": {2: [0.2], 5: [0.4, 0.4]}, "eepo": {2: [0.3], 5: [0.1]}}
+    study.figures(plan, tmp_path / "figures", "small", ["lengths"])
+    assert [path.name for path in (tmp_path / "figures").iterdir()] == ["small_dense_lengths.png"]
 
 
 def test_runs_are_of_one_phase(study: Any, tmp_path: Path, monkeypatch: Any) -> None:

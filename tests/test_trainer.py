@@ -199,6 +199,7 @@ def test_metrics_have_one_row_a_step_with_every_promised_key(whole_runs: dict[st
     expected = {f"stage{stage}/{key}" for stage in (1, 2) for key in per_stage}
     expected |= {f"unlearn/{key}" for key in ("loss_before", "loss_after", "kl", "lr", "weights_changed_share")}
     expected |= {"step", "reward", "entropy", "length", "truncated_share"}
+    expected |= {"missed_share", "rescued_share", "mismatch_kl"}
     expected |= {"gate_share", "zero_advantage_share", "grad_norm", "tokens_per_second"}
     phases = ("sync", "stage1", "stage2", "reward", "unlearn", "reference", "update", "total")
     expected |= {f"seconds/{phase}" for phase in phases}
@@ -216,6 +217,7 @@ def test_metrics_agree_with_each_other(whole_runs: dict[str, Whole]) -> None:
         assert row["gate_share"] == 1.0
         assert row["unlearn/loss_after"] < row["unlearn/loss_before"]
         assert row["unlearn/kl"] > 0
+        assert row["mismatch_kl"] < 1e-10  # engine and policy are both in fp32 here
         assert 0.5 < row["unlearn/weights_changed_share"] <= 1
         assert row["reward"] == pytest.approx((row["stage1/reward"] + row["stage2/reward"]) / 2)
         assert row["length"] == pytest.approx((row["stage1/length"] + row["stage2/length"]) / 2)

@@ -25,6 +25,7 @@ SAID = {
     "entropy_above": "the entropy of stage {stage} is {value:.3g}",
     "truncated_share_above": "of stage {stage}'s completions {value:.3g} are cut off",
     "zero_advantage_share_above": "of the groups {value:.3g} have rewards that are all equal",
+    "mismatch_kl_above": "what sampled and what is trained differ by a KL of {value:.3g} a token",
     "dead_stage_above": "stage {stage} earns next to nothing while another earns {value:.3g}",
 }
 ADVICE = {
@@ -32,6 +33,7 @@ ADVICE = {
     "entropy_above": f"it writes noise: {SMALLER_STEP}, and a smaller entropy_coef or learning_rate helps",
     "truncated_share_above": f"raise max_new_tokens; if only later stages are cut off, {SMALLER_STEP}",
     "zero_advantage_share_above": "nothing is learned: the problems are too easy or too hard, or the grader is wrong",
+    "mismatch_kl_above": "engine and training round differently: make rollout.dtype and model.compute_dtype one",
     "dead_stage_above": f"half of the samples are wasted: {SMALLER_STEP}",
 }
 
@@ -58,7 +60,8 @@ def alarms(rows: Sequence[Row], config: AlarmConfig) -> list[Alarm]:
         _low_entropy(window, config.entropy_below),
         _any_stage("entropy_above", "entropy", window, config.entropy_above),
         _any_stage("truncated_share_above", "truncated_share", window, config.truncated_share_above),
-        _no_advantage(window, config.zero_advantage_share_above),
+        _over("zero_advantage_share", window, config.zero_advantage_share_above),
+        _over("mismatch_kl", window, config.mismatch_kl_above),
         _dead_stage(window, config.dead_stage_above),
     )
     return [alarm for alarm in found if alarm is not None]
@@ -83,10 +86,10 @@ def _any_stage(name: str, metric: str, window: Sequence[Row], bound: Any) -> Ala
     return None
 
 
-def _no_advantage(window: Sequence[Row], bound: Any) -> Alarm | None:
-    if bound == "off" or not all(row.get("zero_advantage_share", bound) > bound for row in window):
+def _over(metric: str, window: Sequence[Row], bound: Any) -> Alarm | None:
+    if bound == "off" or not all(row.get(metric, bound) > bound for row in window):
         return None
-    return Alarm("zero_advantage_share_above", window[-1]["zero_advantage_share"], bound)
+    return Alarm(f"{metric}_above", window[-1][metric], bound)
 
 
 def _dead_stage(window: Sequence[Row], bound: Any) -> Alarm | None:

@@ -78,6 +78,8 @@ def build_trainer(config: RunConfig, out: Path, resume: bool, progress: Progress
     model = pretrained.load_model(_at(config.model, start), device) if start else copy.deepcopy(reference)
     task = _task(config.task, tokenizer, config.training.seed, progress)
     check_length(model, _prompts(task, config), "algorithm.max_new_tokens =", config.algorithm.max_new_tokens)
+    if text := pretrained.two_types(config, device):
+        progress.say(f"note: {text}; make rollout.dtype and model.compute_dtype one")
     keep = _room_for_cache(model, config, free) if free and device.type == "cuda" else None
     engine = _engine(model, tokenizer, config.rollout, config.model.compile, keep)  # from before the policy packs it
     algorithm = EEPO(
@@ -271,16 +273,18 @@ def _at(config: ModelConfig, folder: Path) -> ModelConfig:
 
 
 def _policy(model: Any, config: ModelConfig) -> Policy:
-    policy = Policy(model, config.micro_batch_tokens, config.head_tokens)
+    compute = pretrained.pick_dtype(config.compute_dtype, model.device)
+    policy = Policy(model, config.micro_batch_tokens, config.head_tokens, compute)
     if wants_compiling(model, config.compile):
         compile_layers(model)
     return policy
 
 
 def _reference(model: Any, config: ModelConfig) -> Policy:
-    """Only read, and on a GPU only in bf16: so it is held in that."""
-    dtype = torch.bfloat16 if model.device.type == "cuda" else None
-    policy = Policy(model.requires_grad_(False), config.micro_batch_tokens, config.head_tokens, dtype)
+    """Only read, and where that is in bf16 held in it, too."""
+    compute = pretrained.pick_dtype(config.compute_dtype, model.device)
+    dtype = compute if compute == torch.bfloat16 else None
+    policy = Policy(model.requires_grad_(False), config.micro_batch_tokens, config.head_tokens, compute, dtype)
     if wants_compiling(model, config.compile):
         compile_layers(model)
     return policy

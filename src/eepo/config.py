@@ -30,6 +30,7 @@ class ModelConfig:
     device: str = "auto"  # auto | cpu | cuda | cuda:N
     gradient_checkpointing: bool = False
     compile: Literal["auto", "on", "off"] = "auto"  # layers, on a GPU; auto: of models with 100 million weights or more
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of products in training; auto: bfloat16 on a GPU
     micro_batch_tokens: int = knob(16384, least=1)  # padded tokens in one forward pass
     head_tokens: int = knob(4096, least=1)  # positions whose logits exist at one time
 
@@ -193,6 +194,7 @@ class AlarmConfig:
     entropy_above: float | Literal["off"] = knob("off", least=0)  # of any stage
     truncated_share_above: float | Literal["off"] = knob(0.5, least=0, most=1)  # of any stage
     zero_advantage_share_above: float | Literal["off"] = knob(0.95, least=0, most=1)
+    mismatch_kl_above: float | Literal["off"] = knob(0.02, least=0)  # between engine and policy; nats a token
     dead_stage_above: float | Literal["off"] = knob(0.05, least=0)  # a stage earns nearly 0, another more than this
 
 

@@ -177,6 +177,8 @@ def look_at_shape(
         "ok", "model", f"{config.model.path}: {shape.num_parameters / 1e6:,.1f} million parameters on {device}, "
         f"trained in float32, sampled in {str(dtype).removeprefix('torch.')}",
     )  # fmt: skip
+    if text := pretrained.two_types(config, device):
+        yield Finding("warn", "precision", text, "make rollout.dtype and model.compute_dtype one")
     yield look_at_length(config, shape, prompt_tokens)
     free = memory.free_memory(device)
     if free is not None:

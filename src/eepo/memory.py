@@ -80,7 +80,7 @@ def needs(shape: Shape, config: RunConfig, prompt_tokens: int, rollout_dtype: to
     weights, copy = FP32 * shape.num_parameters, rollout_dtype.itemsize * shape.num_parameters
     held = {"policy": weights, "optimizer": moment_bytes(shape, config), "rollout copy": copy}
     if config.algorithm.kl_coef > 0:
-        held["reference"] = weights // 2 if cuda else weights  # bf16 on a GPU
+        held["reference"] = weights // 2 if _rounds(config, cuda) else weights
     rows, row = _cache(shape, config, prompt_tokens, rollout_dtype)
     logits = rows * shape.vocabulary
     sampling = row + logits * CUDA_DRAW_BYTES if cuda else int(rows * row * CACHE_ROOM) + logits * DRAW_BYTES
@@ -113,18 +113,24 @@ def _scoring(shape: Shape, config: RunConfig, prompt_tokens: int, cuda: bool) ->
     length = prompt_tokens + config.algorithm.max_new_tokens
     in_mini_batch = config.training.prompts_per_mini_batch * config.algorithm.group_size * length
     tokens = max(length, min(config.model.micro_batch_tokens, in_mini_batch))
-    width = 2 if cuda else FP32  # matrix products are bf16 on a GPU; norms and the residual stream stay fp32
+    rounds = _rounds(config, cuda)
+    width = 2 if rounds else FP32  # of matrix products; norms and the residual stream stay fp32
     layer = 6 * FP32 * shape.hidden_size + 4 * width * (shape.hidden_size + shape.intermediate_size)
     if cuda and compiles(config.model.compile, shape.num_parameters):  # norms and activations are computed again
         layer = 2 * FP32 * shape.hidden_size + width * (9 * shape.hidden_size // 2 + 3 * shape.intermediate_size)
-    head_bytes = CUDA_HEAD_BYTES if cuda else HEAD_BYTES
-    casts = 2 * shape.num_parameters if cuda else 0  # bf16 copies of the weights, for one pass
+    head_bytes = CUDA_HEAD_BYTES if cuda and rounds else HEAD_BYTES
+    casts = 2 * shape.num_parameters if rounds else 0  # bf16 copies of the weights, for one pass
     kept = shape.num_layers * layer
     if config.model.gradient_checkpointing:
         kept = shape.num_layers * FP32 * shape.hidden_size + layer
-        casts = 2 * shape.vocabulary * shape.hidden_size if cuda else 0  # of one matrix at a time, the largest
+        casts = 2 * shape.vocabulary * shape.hidden_size if rounds else 0  # of one matrix at a time, the largest
     sampled = tokens * config.algorithm.max_new_tokens // length  # only these have logits
     return tokens * kept + min(config.model.head_tokens, sampled) * shape.vocabulary * head_bytes + casts
+
+
+def _rounds(config: RunConfig, cuda: bool) -> bool:
+    """Whether products in training are in bf16."""
+    return config.model.compute_dtype == "bfloat16" or (cuda and config.model.compute_dtype == "auto")
 
 
 def smaller(

@@ -34,6 +34,8 @@ class StepMetrics:
         self._changeable = 0
         self._grad_norms: list[float] = []
         self._stages: dict[int, _Ratios] = defaultdict(_Ratios)
+        self._mismatch: Tensor | float = 0.0
+        self._mismatch_tokens: Tensor | int = 0
         self._policy_entropy: Tensor | float = 0.0
         self._policy_tokens = 0
 
@@ -76,6 +78,7 @@ class StepMetrics:
             "truncated_share": sum(not completion.finished for completion in everything) / len(everything),
             "no_answer_share": _share_without_answer(rollout),
             "zero_advantage_share": sum(not any(group) for group in rollout.advantages) / len(rollout.advantages),
+            **_second_chances(rollout.rewards),
         }
 
     def record_gate(self, gate: Tensor) -> None:
@@ -113,12 +116,17 @@ class StepMetrics:
         stages: list[int],
         clip: tuple[float, float],
     ) -> None:
-        ratio = torch.where(batch.mask, scores.logprobs - sampled, 0.0).exp()
+        gap = torch.where(batch.mask, scores.logprobs - sampled, 0.0)
+        ratio = gap.exp()
         up, down = advantages[:, None] > 0, advantages[:, None] < 0
         clipped = ((ratio > 1 + clip[1]) & up) | ((ratio < 1 - clip[0]) & down)
         own = batch.pick([float(stage) for stage in stages])
         for stage in sorted(set(stages)):
             self._stages[stage].add(ratio, clipped, batch.mask & (own == stage)[:, None])
+        if not self._grad_norms:  # before the step's first update θ is what stage 1 was sampled from
+            first = batch.mask & (own == 1)[:, None]
+            self._mismatch = self._mismatch + torch.where(first, (ratio - 1 - gap).double(), 0.0).sum()  # k3
+            self._mismatch_tokens = self._mismatch_tokens + first.sum()
         self._policy_entropy = self._policy_entropy + scores.entropies.double().sum()  # zero on padding
         self._policy_tokens += len(batch.targets)
 
@@ -132,6 +140,7 @@ class StepMetrics:
         row["gate_share"] = float(self._gated) / self._gateable if self._gateable else 0.0
         if self._changeable:
             row["unlearn/weights_changed_share"] = int(self._changed) / self._changeable
+        row["mismatch_kl"] = float(self._mismatch) / max(int(self._mismatch_tokens), 1)
         row["policy_entropy"] = float(self._policy_entropy) / max(self._policy_tokens, 1)
         row["grad_norm"] = sum(self._grad_norms) / max(len(self._grad_norms), 1)
         for stage, ratios in sorted(self._stages.items()):
@@ -149,6 +158,14 @@ def _share_without_answer(rollout: Rollout) -> float:
     """Of all completions: gains are often only formatting, and this is where that shows."""
     verdicts = [verdict for group in rollout.verdicts for verdict in group]
     return sum(verdict.answer is None for verdict in verdicts) / max(len(verdicts), 1)
+
+
+def _second_chances(rewards: list[list[float]]) -> dict[str, float]:
+    """Does the second half of a group find what the first did not? Of GRPO, too: EEPO's is to be held against it."""
+    middle = len(rewards[0]) // 2
+    missed = [group[middle:] for group in rewards if not any(reward > 0 for reward in group[:middle])]
+    rescued = [late for late in missed if any(reward > 0 for reward in late)]
+    return {"missed_share": len(missed) / len(rewards), "rescued_share": len(rescued) / len(rewards)}
 
 
 class _Ratios:

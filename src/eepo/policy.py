@@ -31,19 +31,26 @@ class Scores:
 class Policy:
     """A `transformers` causal model with fp32 weights. `score` is the one way to ask it anything.
 
-    One that is never trained (a reference) may hold its matrices in `dtype`: see `_hold_matrices`.
+    Products are in `compute`: bf16 on a GPU, unless it says otherwise. One that is never trained (a reference) may hold
+    its matrices in `dtype`: see `_hold_matrices`.
     """
 
     def __init__(
-        self, model: Any, micro_batch_tokens: int = 16384, head_tokens: int = 4096, dtype: torch.dtype | None = None
+        self,
+        model: Any,
+        micro_batch_tokens: int = 16384,
+        head_tokens: int = 4096,
+        compute: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.model = model.float()
         self.micro_batch_tokens = micro_batch_tokens
         self._scorer = _Scorer(model, head_tokens)
         self.device = next(model.parameters()).device
         _check_head(self._scorer, self.device)
-        self.packed = self.device.type == "cuda" and self._scorer.packing.adopt()
-        self._autocast = self.device.type == "cuda" or dtype is not None
+        usual = torch.bfloat16 if self.device.type == "cuda" or dtype is not None else torch.float32
+        self._autocast = (compute or usual) == torch.bfloat16
+        self.packed = self.device.type == "cuda" and self._autocast and self._scorer.packing.adopt()
         if self._autocast:  # embeddings in bf16 (a reference's, an engine's) must not round all that follows
             model.get_input_embeddings().register_forward_hook(lambda _module, _inputs, output: output.float())
         if dtype is not None:

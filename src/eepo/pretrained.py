@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from eepo import checkpoint, smollm2
-from eepo.config import ModelConfig
+from eepo.config import ModelConfig, RunConfig
 from eepo.types import UserError
 
 BUILTIN = Path(__file__).parent / "assets"
@@ -37,6 +37,15 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return getattr(torch, name)
+
+
+def two_types(config: RunConfig, device: torch.device) -> str:
+    """What to say where sampling and training round differently; nothing where they do not."""
+    sampled, trained = (pick_dtype(name, device) for name in (config.rollout.dtype, config.model.compute_dtype))
+    if sampled == trained:
+        return ""
+    here, there = (str(dtype).removeprefix("torch.") for dtype in (sampled, trained))
+    return f"sampled in {here}, trained with products in {there}: what samples is not quite what is trained"
 
 
 def resolve(path: str) -> str:

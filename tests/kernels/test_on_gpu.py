@@ -184,3 +184,7 @@ def test_a_shared_prompt_teaches_what_its_copies_teach(compiled: bool) -> None:
     together, apart = map(error, gradients)
     assert apart < 0.05
     assert together < 1.3 * apart + 1e-3
+    if not compiled:
+        plain = Policy(copy.deepcopy(exact).to(GPU), compute=torch.float32)
+        assert not plain.packed
+        assert error(plain.gradient(shared, 1.0, loss)) < 1e-4
