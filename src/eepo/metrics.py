@@ -125,7 +125,8 @@ class StepMetrics:
             self._stages[stage].add(ratio, clipped, batch.mask & (own == stage)[:, None])
         if not self._grad_norms:  # before the step's first update θ is what stage 1 was sampled from
             first = batch.mask & (own == 1)[:, None]
-            self._mismatch = self._mismatch + torch.where(first, (ratio - 1 - gap).double(), 0.0).sum()  # k3
+            off = torch.where(first, gap, 0.0).double()
+            self._mismatch = self._mismatch + (off.exp() - 1 - off).sum()  # k3
             self._mismatch_tokens = self._mismatch_tokens + first.sum()
         self._policy_entropy = self._policy_entropy + scores.entropies.double().sum()  # zero on padding
         self._policy_tokens += len(batch.targets)
