@@ -46,7 +46,8 @@ from eepo.types import UserError
 
 KEPT = ("step", "entropy", "reward", "stage1/entropy", "stage2/entropy", "stage1/reward", "stage2/reward",
         "stage1/length", "stage2/length", "unlearn/kl", "unlearn/lr", "gate_share", "missed_share", "rescued_share",
-        "mismatch_kl", "stage1/clip_share", "stage2/clip_share", "seconds/total", "memory/peak", "memory/held")  # fmt: skip
+        "mismatch_kl", "stage1/clip_share", "stage2/clip_share", "seconds/total", "memory/peak",
+        "memory/held")  # fmt: skip
 MOST_ROWS = 30  # of a run's metrics
 WEIGHTS = "final", "checkpoints"  # folders of a run
 FIGURES = "exploration", "pass_at_k", "frontier", "lengths"
