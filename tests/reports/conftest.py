@@ -27,6 +27,7 @@ def metrics_row(step: int, staged: bool, level: float) -> dict[str, Any]:
             f"stage{stage}/clip_share": 0.01 * stage + wave / 10,
         }
     row |= {key: row[f"stage1/{key}"] for key in ("reward", "entropy", "length")}
+    row |= {"missed_share": 0.4 + wave, "rescued_share": 0.1 * (1 + staged) + wave / 4}
     row |= {"seconds/stage1": 0.5, "seconds/update": 1.0, "seconds/total": 2.0}
     if staged:
         row |= {"gate_share": 0.2 + wave, "seconds/stage2": 0.25}

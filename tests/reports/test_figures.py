@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from eepo.reports.chances import chances_figure
 from eepo.reports.collapse import accuracy_by_entropy, collapse_figure
 from eepo.reports.curves import evaluation_curve, metric_curve, over_seeds, smooth
 from eepo.reports.figures import cost_figure, exploration_figure, pass_at_k_figure, unlearning_figure
@@ -16,7 +17,7 @@ from eepo.reports.panels import WIDTH
 from eepo.reports.pictures import PICTURES, draw_pictures, image_bytes
 from eepo.reports.runs import read_run
 
-NAMES = ("exploration", "collapse", "pass_at_k", "cost", "unlearning", "forgetting")
+NAMES = ("exploration", "collapse", "pass_at_k", "cost", "unlearning", "second_chances", "forgetting")
 
 
 @pytest.fixture
@@ -70,9 +71,28 @@ def test_accuracy_stands_against_the_entropy_of_the_policy_that_was_evaluated(wr
 def test_figures_without_data_are_left_out(write_run):
     folder = write_run("grpo")
     (folder / "evaluations.jsonl").unlink()
-    assert [picture.name for picture, _ in draw_pictures([read_run(folder)])] == ["exploration", "cost"]
+    assert [picture.name for picture, _ in draw_pictures([read_run(folder)])] == [
+        "exploration",
+        "cost",
+        "second_chances",
+    ]
     (folder / "metrics.jsonl").write_text("")
     assert all(picture.figure([read_run(folder)]) is None for picture in PICTURES)
+
+
+def test_second_chances_are_shares_of_what_was_missed_in_the_whole_run(runs, write_run):
+    _, bars = chances_figure(runs).axes
+    waves = [0.05 * ((step * 7) % 5) for step in range(1, 31)]
+    missed = sum(0.4 + wave for wave in waves)
+    expected = [sum(base + wave / 4 for wave in waves) / missed for base in (0.1, 0.2)]
+    assert [patch.get_width() for patch in bars.patches] == pytest.approx(expected)
+    assert [tick.get_text() for tick in bars.get_yticklabels()] == ["grpo", "eepo"]
+    folder = write_run("old")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        del row["missed_share"], row["rescued_share"]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert chances_figure([read_run(folder)]) is None
 
 
 def test_the_same_runs_give_the_same_bytes(runs):
@@ -181,4 +201,4 @@ def test_captions_tell_of_smoothing_where_there_is_some(write_run):
     assert (smooth(values[:39]) == values[:39]).all()
     assert (smooth(values) != values).any()
     told = [picture.name for picture in PICTURES if smoothing in picture.notes]
-    assert told == ["exploration", "collapse", "cost", "unlearning"]
+    assert told == ["exploration", "collapse", "cost", "unlearning", "second_chances"]

@@ -62,7 +62,7 @@ def test_the_page_is_whole_and_needs_no_network(write_run, out):
     folders = [write_run(name, seed) for name in ("grpo", "eepo") for seed in (0, 1, 2)]
     assert write_report(folders, out) == out
     tags, source = read_page(out), out.read_text(encoding="utf-8")
-    assert tags.tags.count("img") == 6
+    assert tags.tags.count("img") == 7
     assert all(found.startswith("data:image/svg+xml;base64,") for found in tags.sources)
     assert not {"link", "iframe", "object", "form"} & set(tags.tags)
     assert tags.tags.count("script") == 2  # the data, and the one that reads them
@@ -82,7 +82,7 @@ def test_the_page_is_whole_and_needs_no_network(write_run, out):
         assert words in tags.text
     figures = sorted(path.name for path in (out.parent / "report_figures").iterdir())
     assert out.stat().st_size < 5e6
-    names = ("collapse", "cost", "exploration", "forgetting", "pass_at_k", "unlearning")
+    names = ("collapse", "cost", "exploration", "forgetting", "pass_at_k", "second_chances", "unlearning")
     assert figures == [f"{name}.{form}" for name in names for form in ("png", "svg")]
 
 
@@ -169,14 +169,14 @@ def test_a_run_killed_after_one_step_has_a_page(write_run, out):
         (folder / f"{name}.jsonl").write_text("".join(line for line in lines if '"step": 1,' in line))
     (folder / "evaluations.jsonl").unlink()
     tags = read_page(write_report([folder], out))
-    assert tags.tags.count("img") == 4  # no evaluation: no collapse, no pass@k
+    assert tags.tags.count("img") == 5  # no evaluation: no collapse, no pass@k
     assert "stopped at step 1 of 30" in tags.text
 
 
 def test_many_methods_fit_on_a_page(write_run, out):
     names = ("grpo", "eepo", *(f"method_{number}" for number in range(7)))
     tags = read_page(write_report([write_run(name) for name in names], out))
-    assert tags.tags.count("img") == 6
+    assert tags.tags.count("img") == 7
     assert out.stat().st_size < 5e6
 
 

@@ -90,8 +90,8 @@ def from_zero(axes: Axes) -> None:
     axes.set_ylim(0, 1.1 * highest if highest > 0 else 1.0)
 
 
-def in_percent(axes: Axes) -> None:
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.4g} %"))
+def in_percent(axes: Axes, side: str = "y") -> None:
+    getattr(axes, f"{side}axis").set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.4g} %"))
 
 
 def method_lines(methods: Iterable[str], markers: bool = False) -> list[Line2D]:

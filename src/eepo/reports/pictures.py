@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import matplotlib
 from matplotlib.figure import Figure
 
+from eepo.reports.chances import chances_figure
 from eepo.reports.collapse import collapse_figure
 from eepo.reports.figures import cost_figure, exploration_figure, pass_at_k_figure, unlearning_figure
 from eepo.reports.forgetting import forgetting_figure
@@ -72,6 +73,16 @@ PICTURES = (
         "much of each stage the update clipped; near-zero KL or changed weights mean that unlearning did nothing.",
         unlearning_figure,
         (dots, smoothing, bands),
+    ),
+    Picture(
+        "second_chances",
+        "Second chances",
+        "Groups whose first half of completions earned nothing (solid), and those of them whose second half did "
+        "(dashed); the bars are the second as a share of the first, over the whole run, a dot for each seed. Without "
+        "forgetting the halves differ by chance alone, so a longer bar than GRPO's is what stage 2 found and stage 1 "
+        "did not; a shorter one, that θ′ was led astray.",
+        chances_figure,
+        (smoothing, bands),
     ),
     Picture(
         "forgetting",
