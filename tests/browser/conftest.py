@@ -103,6 +103,7 @@ def _write_lines(path: Path, rows: Iterator[dict[str, Any]]) -> None:
 
 def _metrics(step: int) -> dict[str, Any]:
     shared = {"step": step, "entropy": 1.0, "length": 5.0, "gate_share": 0.5, "unlearn/kl": 0.01, "seconds/total": 2.0}
+    shared |= {"missed_share": 0.5, "rescued_share": 0.25}
     keys = ("entropy", "reward", "length", "clip_share")
     return shared | {f"stage{stage}/{key}": 0.1 * stage * step for stage in (1, 2) for key in keys}
 
