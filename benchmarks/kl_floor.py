@@ -3,8 +3,9 @@
     python benchmarks/kl_floor.py                            # the shipped policy on countdown
     python benchmarks/kl_floor.py --model package:smollm2    # on sums
 
-For small steps KL grows as the square of the rate. Where the policy computes in bf16 (on a GPU) it does not fall below
-a floor, and `unlearn_lr = "auto"` cannot meet a target under it: what it then finds is rounding.
+For small steps KL grows as the square of the rate. Where the policy computes in bf16 (on a GPU) rounding hides small
+steps, or, where weights lie halfway between two bf16 numbers, blows them up; what `unlearn_lr = "auto"` then meets is
+rounding.
 """
 
 from __future__ import annotations

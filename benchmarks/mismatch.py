@@ -25,7 +25,7 @@ from eepo.pretrained import resolve
 from eepo.probe import Probe
 from eepo.rollout.transformers import TransformersEngine
 from eepo.tasks.sums import Sums
-from eepo.types import Sampling
+from eepo.types import Sampling, UserError
 
 
 @torch.no_grad()
@@ -55,5 +55,8 @@ if __name__ == "__main__":
     parser.add_argument("models", nargs="+", help="package:smollm2, or a folder of it: on sums")
     models = parser.parse_args().models
     print("| model | KL(θ‖bf16 θ) |\n|---|---|")
-    for model in models:
-        print(f"| {model} | {mismatch(model):.2e} |", flush=True)
+    try:
+        for model in models:
+            print(f"| {model} | {mismatch(model):.2e} |", flush=True)
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from error
