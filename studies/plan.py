@@ -91,8 +91,8 @@ class Plan:
 
     def values(self, phase: str, regime: str, name: str) -> list[str]:
         """Of the knob that a method is tuned over: those that this phase runs."""
-        method = self.tables["methods"][name]
-        every = [str(value) for value in method.get("values", [])]
+        method, here = self.tables["methods"][name], self.tables["regimes"][regime].get("values", {})
+        every = [str(value) for value in here.get(name, method.get("values", []))]
         if method.get("every_value"):
             return [] if phase == TUNE else every
         return every if phase == TUNE else [self.value(regime, name)]

@@ -8,10 +8,10 @@
 
 A plan (TOML) names regimes (a recipe and knobs), methods (knobs, and one knob with the values it is tuned over: as many
 for each method), the seeds of both phases, and the measures by whose mean tuning chooses (`objective`, of the plan or
-of a method). A method also has the knobs of those in its `base`, tuned: tune these first (`--method`). One that says
-`every_value` is not tuned but reported with each of its values: what the knob trades, a line in a figure. Tables
-compare with the first method, or, at the same value, with the one that is named in `against`; paired by seed, with 95 %
-intervals.
+of a method). A regime may have values of its own for a method (`values.grpo`). A method also has the knobs of those in
+its `base`, tuned: tune these first (`--method`). One that says `every_value` is not tuned but reported with each of its
+values: what the knob trades, a line in a figure. Tables compare with the first method, or, at the same value, with the
+one that is named in `against`; paired by seed, with 95 % intervals.
 A plan's `seeds` may name more phases: each reports anew, with what tuning chose, on seeds of its own (`--phase fresh`).
 Tables and figures may be of several phases together (`--phase report --phase fresh`).
 Every finished run becomes one line of OUT/PHASE.jsonl, and its weights are deleted; the same command goes on where it
