@@ -75,6 +75,12 @@ def test_tuning_runs_every_value_of_what_is_tuned(study: Any, plan: Any) -> None
     assert {key[0] for key in (one.key for one in plan.runs("tune", ["finite"], []))} == {"finite"}
 
 
+def test_a_regime_may_have_values_of_its_own(plan: Any) -> None:
+    plan.tables["regimes"]["finite"]["values"] = {"grpo": ["1e-3"]}
+    tried = {(one.regime, one.method, one.value) for one in plan.runs("tune", [], ["grpo"])}
+    assert tried == {("dense", "grpo", "1e-5"), ("dense", "grpo", "1e-4"), ("finite", "grpo", "1e-3")}
+
+
 def test_the_value_with_the_best_mean_over_seeds_is_reported_and_inherited(study: Any, plan: Any) -> None:
     assert plan.value("dense", "grpo") == "1e-5"  # .55 against .50
     assert plan.value("dense", "eepo") == ""
@@ -309,3 +315,15 @@ def test_the_plans_that_ship_can_be_read(study: Any, tmp_path: Path) -> None:
             method for method in tables["methods"].values() if "values" in method and not method.get("every_value")
         ]
         assert {len(method["values"]) for method in tuned} == {4}  # as many for each
+
+
+def test_the_figure_of_types_has_every_run_that_it_names(study: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    types = importlib.import_module("types_of_products")
+    for name, (plan, regime) in types.TYPES.items():
+        there = {rate: types.rewards(plan, regime, rate) for rate in types.RATES}
+        assert all(len(rows) > 20 and rows[-1][0] == 50 for rows in there.values() if rows), name
+        assert len([rows for rows in there.values() if rows]) >= 2, name
+    assert not types.rewards("smollm2", "sums", "7e-6")
+    monkeypatch.setattr("sys.argv", ["types_of_products.py", "--into", str(tmp_path / "figures")])
+    types.main()
+    assert (tmp_path / "figures" / "smollm2_types.png").read_bytes().startswith(b"\x89PNG")

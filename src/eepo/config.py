@@ -194,7 +194,7 @@ class AlarmConfig:
     entropy_above: float | Literal["off"] = knob("off", least=0)  # of any stage
     truncated_share_above: float | Literal["off"] = knob(0.5, least=0, most=1)  # of any stage
     zero_advantage_share_above: float | Literal["off"] = knob(0.95, least=0, most=1)
-    mismatch_kl_above: float | Literal["off"] = knob(0.02, least=0)  # between engine and policy; nats a token
+    mismatch_kl_above: float | Literal["off"] = knob(0.01, least=0)  # between engine and policy; nats a token
     dead_stage_above: float | Literal["off"] = knob(0.05, least=0)  # a stage earns nearly 0, another more than this
 
 
