@@ -1,6 +1,6 @@
 """How far a policy in fp32 is from itself with its matrices rounded to bf16: KL(θ‖bf16 θ) a token.
 
-    eepo train smollm2/sums_grpo --out runs/mm --set training.prompts_per_step=8 \\
+    eepo train smollm2/sums_grpo --out runs/mm --set training.learning_rate=2e-6 --set training.prompts_per_step=8 \\
         --set training.prompts_per_mini_batch=4 --set training.num_steps=20 \\
         --set training.checkpoint_every=5 --set training.keep_checkpoints=9
     python benchmarks/mismatch.py package:smollm2 runs/mm/checkpoints/step-*

@@ -24,12 +24,13 @@ import argparse
 import json
 import shutil
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from frontier import Points, frontier_figure
 from lengths import Lengths, length_figure
+from matplotlib.figure import Figure
 from plan import REPORT, STEPS, TUNE, Plan, Run, as_run, final
 from tables import tables
 from warm import WarmStarter
@@ -50,7 +51,6 @@ KEPT = ("step", "entropy", "reward", "stage1/entropy", "stage2/entropy", "stage1
         "memory/held")  # fmt: skip
 MOST_ROWS = 30  # of a run's metrics
 WEIGHTS = "final", "checkpoints"  # folders of a run
-FIGURES = "exploration", "pass_at_k", "frontier", "lengths"
 FRONTIER = "pass@32"
 LENGTHS = "mean", "pass@32"
 
@@ -133,14 +133,8 @@ def figures(
         here = [line for line in found if line["regime"] == regime]
         line = [one for one in here if one["method"] in lined]
         points = [one for one in here if one["method"] not in lined]
-        drawn = {
-            "exploration": exploration_figure(list(map(as_run, points))) if points else None,
-            "pass_at_k": pass_at_k_figure(list(map(as_run, points))) if points else None,
-            "frontier": frontier_figure(_frontiers(plan, line, points), FRONTIER),
-            "lengths": length_figure(_lengths(plan, points)),
-        }
-        for name, figure in drawn.items():
-            if figure is not None and (not names or name in names):
+        for name in names or FIGURES:
+            if (figure := FIGURES[name](plan, line, points)) is not None:
                 (into / f"{study}_{regime}_{name}.png").write_bytes(image_bytes(figure, "png"))
 
 
@@ -183,6 +177,15 @@ def _lengths(plan: Plan, points: Sequence[dict[str, Any]]) -> dict[str, Lengths]
                 for one in own:
                     line.setdefault(plan.num_steps(one), []).append(final(one, where, measure))
     return measured
+
+
+Lines = Sequence[dict[str, Any]]
+FIGURES: dict[str, Callable[[Plan, Lines, Lines], Figure | None]] = {  # of methods with every value, and of the others
+    "exploration": lambda _plan, _line, points: exploration_figure(list(map(as_run, points))) if points else None,
+    "pass_at_k": lambda _plan, _line, points: pass_at_k_figure(list(map(as_run, points))) if points else None,
+    "frontier": lambda plan, line, points: frontier_figure(_frontiers(plan, line, points), FRONTIER),
+    "lengths": lambda plan, _line, points: length_figure(_lengths(plan, points)),
+}
 
 
 def main() -> None:
