@@ -50,6 +50,10 @@ class Plan:
                 raise UserError(f"{name}: against = {method['against']} is not a method; allowed: {', '.join(methods)}")
             if "against" in method and not (method.get("every_value") and other.get("every_value")):
                 raise UserError(f"{name}: against = {method['against']} needs every_value in both")
+        for name, regime in self.tables["regimes"].items():
+            if strange := [own for own in regime.get("values", {}) if "values" not in methods.get(own, {})]:
+                tuned = [own for own, method in methods.items() if "values" in method]
+                raise UserError(f"{name}: values.{strange[0]} is not a tuned method; allowed: {', '.join(tuned)}")
 
     def command(self, run: Run, folder: Path) -> tuple[str, ...]:
         regime, method = self.tables["regimes"][run.regime], self.tables["methods"][run.method]

@@ -81,6 +81,14 @@ def test_a_regime_may_have_values_of_its_own(plan: Any) -> None:
     assert tried == {("dense", "grpo", "1e-5"), ("dense", "grpo", "1e-4"), ("finite", "grpo", "1e-3")}
 
 
+@pytest.mark.parametrize("name", ["grop", "eepo"])
+def test_values_of_what_is_not_tuned_are_refused(study: Any, tmp_path: Path, name: str) -> None:
+    tables = copy.deepcopy(PLAN)
+    tables["regimes"]["finite"]["values"] = {name: [1]}
+    with pytest.raises(UserError, match=f"finite: values.{name} is not a tuned method; allowed: grpo, wide$"):
+        study.Plan(tables, tmp_path)
+
+
 def test_the_value_with_the_best_mean_over_seeds_is_reported_and_inherited(study: Any, plan: Any) -> None:
     assert plan.value("dense", "grpo") == "1e-5"  # .55 against .50
     assert plan.value("dense", "eepo") == ""

@@ -33,7 +33,7 @@ ADVICE = {
     "entropy_above": f"it writes noise: {SMALLER_STEP}, and a smaller entropy_coef or learning_rate helps",
     "truncated_share_above": f"raise max_new_tokens; if only later stages are cut off, {SMALLER_STEP}",
     "zero_advantage_share_above": "nothing is learned: the problems are too easy or too hard, or the grader is wrong",
-    "mismatch_kl_above": "engine and training round differently: make rollout.dtype and model.compute_dtype one",
+    "mismatch_kl_above": "they round differently: make rollout.dtype and model.compute_dtype one, or both float32",
     "dead_stage_above": f"half of the samples are wasted: {SMALLER_STEP}",
 }
 
