@@ -1,6 +1,7 @@
 """What methods give up of pass@k for their mean, or the other way round, beside what GRPO trades by its learning rate.
 
-A slower learning rate also keeps pass@k, so a method is worth its trouble only above that line.
+A slower learning rate also keeps pass@k, so a method is worth its trouble only above that line. So does a higher
+temperature when the trained policy is sampled from: a method is worth its trouble where its own line lies above.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ Points = Mapping[str, Sequence[tuple[float, float]]]  # of a method or a value: 
 
 
 def frontier_figure(sets: Mapping[str, tuple[Mapping[str, Points], Points]], measure: str) -> Figure | None:
-    """For each evaluation set: lines, what a method reaches with each value of its knob; and others as points."""
+    """For each evaluation set: lines, what a method reaches with each value of its knob; and others as points.
+
+    Lines are grey where they are what points are measured by, and coloured where there are only lines.
+    """
 
     @styled
     def draw(_runs: Sequence[object]) -> Figure:
@@ -30,8 +34,9 @@ def frontier_figure(sets: Mapping[str, tuple[Mapping[str, Points], Points]], mea
         lined: dict[str, Line2D] = {}
         for axes, (name, (lines, reported)) in zip(panels, sets.items(), strict=True):
             for place, (method, line) in enumerate(lines.items()):
-                lined[method] = _line(method, place)
-                _draw_line(axes, line, place)
+                colour = "#808080" if reported else looks(lines)[method][0]
+                lined[method] = _line(method, place, colour)
+                _draw_line(axes, line, place, colour)
                 if list(line) != list(next(iter(lines.values()))) or not place:  # values once: lines lie close
                     _name_values(axes, line)
             for method, seeds in reported.items():
@@ -52,15 +57,15 @@ def frontier_figure(sets: Mapping[str, tuple[Mapping[str, Points], Points]], mea
     return draw([]) if sets else None
 
 
-def _line(method: str, place: int) -> Line2D:
+def _line(method: str, place: int, colour: str) -> Line2D:
     style = STAGE_STYLES[place % len(STAGE_STYLES)]
-    return Line2D([], [], color="#808080", linestyle=style, marker=".", label=method)
+    return Line2D([], [], color=colour, linestyle=style, marker=".", label=method)
 
 
-def _draw_line(axes: Axes, line: Points, place: int) -> None:
+def _draw_line(axes: Axes, line: Points, place: int, colour: str) -> None:
     """Of one method, from value to value."""
     middles = [_middle(seeds) for seeds in line.values()]
-    drawn = _line("", place)
+    drawn = _line("", place, colour)
     drawn.set_data(*zip(*middles, strict=True))
     drawn.set_zorder(1)
     axes.add_line(drawn)

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from eepo.reports import runs as records
-from eepo.reports.measures import full_evaluations, value
+from eepo.reports.measures import value
 from eepo.runlog import read_lines
 from eepo.types import UserError
 
 TUNE, REPORT = "tune", "report"  # phases; a plan may have more that report, with seeds of their own
 STEPS = "training.num_steps="
+FINAL = "final"  # the folder of a run's last weights
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,10 @@ class Plan:
                 raise UserError(f"{name}: against = {method['against']} is not a method; allowed: {', '.join(methods)}")
             if "against" in method and not (method.get("every_value") and other.get("every_value")):
                 raise UserError(f"{name}: against = {method['against']} needs every_value in both")
+            trained = [own for own, other in methods.items() if "weights" not in other]
+            if method.get("weights", trained[0]) not in trained:
+                wrong = method["weights"]
+                raise UserError(f"{name}: weights = {wrong} is not a method that trains; allowed: {', '.join(trained)}")
         for name, regime in self.tables["regimes"].items():
             if strange := [own for own in regime.get("values", {}) if "values" not in methods.get(own, {})]:
                 tuned = [own for own, method in methods.items() if "values" in method]
@@ -58,17 +63,30 @@ class Plan:
     def command(self, run: Run, folder: Path) -> tuple[str, ...]:
         regime, method = self.tables["regimes"][run.regime], self.tables["methods"][run.method]
         knobs = [*self.tables.get("set", []), *regime.get("set", []), *self.knobs(run.regime, run.method, run.value)]
+        if source := self.source(run):
+            knobs.append(f"model.path={folder.parents[2] / source.folder / FINAL}")
         sets = [part for knob in [*knobs, f"training.seed={run.seed}"] for part in ("--set", knob)]
         recipe = method.get("recipe", regime["recipe"])
         return ("eepo", "train", recipe, "--out", str(folder), "--resume", *sets)
 
+    def source(self, run: Run) -> Run | None:
+        """The run whose final weights it evaluates, if it trains none of its own."""
+        name = self.tables["methods"][run.method].get("weights")
+        return Run(run.regime, name, self.value(run.regime, name), run.seed) if name else None
+
+    def is_source(self, run: Run) -> bool:
+        """Whether its weights are wanted by another."""
+        return any(method.get("weights") == run.method for _, method in self.methods(run.regime))
+
     def knobs(self, regime: str, name: str, value: str) -> list[str]:
         """Those of the methods below it, tuned, then its own."""
         method = self.tables["methods"][name]
-        below = [knob for base in method.get("base", []) for knob in self.knobs(regime, base, self.value(regime, base))]
+        bases = [method["weights"]] if "weights" in method else method.get("base", [])
+        below = [knob for base in bases for knob in self.knobs(regime, base, self.value(regime, base))]
+        untrained = [f"{STEPS}0"] if "weights" in method else []
         own = [f"{method['tune']}={value}"] if value else []
         shares = [f"{knob}={total // int(value)}" for knob, total in method.get("shares", {}).items()]
-        return [*below, *method.get("set", []), *own, *shares]
+        return [*below, *untrained, *method.get("set", []), *own, *shares]
 
     def methods(self, regime: str) -> Iterator[tuple[str, dict[str, Any]]]:
         for name, method in self.tables["methods"].items():
@@ -148,8 +166,9 @@ def objective(line: dict[str, Any], names: Sequence[str]) -> float:
 
 
 def final(line: dict[str, Any], where: str, measure: str) -> float:
-    [row] = full_evaluations([as_run(line)], where)
-    found = value(row, measure)
+    run = as_run(line)
+    row = run.full_evaluation(where) or run.start_evaluation(where)  # the start is all there is of weights of others
+    found = value(row, measure) if row else None
     if found is None:
         raise UserError(f"{where} has no {measure}")
     return found

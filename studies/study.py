@@ -10,8 +10,9 @@ A plan (TOML) names regimes (a recipe and knobs), methods (knobs, and one knob w
 for each method), the seeds of both phases, and the measures by whose mean tuning chooses (`objective`, of the plan or
 of a method). A regime may have values of its own for a method (`values.grpo`). A method also has the knobs of those in
 its `base`, tuned: tune these first (`--method`). One that says `every_value` is not tuned but reported with each of its
-values: what the knob trades, a line in a figure. Tables compare with the first method, or, at the same value, with the
-one that is named in `against`; paired by seed, with 95 % intervals.
+values: what the knob trades, a line in a figure. One that has `weights = "OTHER"` trains nothing: it evaluates OTHER's
+final weights, run after run of the same phase, which are kept for it. Tables compare with the first method, or, at the
+same value, with the one that is named in `against`; paired by seed, with 95 % intervals.
 A plan's `seeds` may name more phases: each reports anew, with what tuning chose, on seeds of its own (`--phase fresh`).
 Tables and figures may be of several phases together (`--phase report --phase fresh`).
 Every finished run becomes one line of OUT/PHASE.jsonl, and its weights are deleted; the same command goes on where it
@@ -31,7 +32,7 @@ from typing import Any
 from frontier import Points, frontier_figure
 from lengths import Lengths, length_figure
 from matplotlib.figure import Figure
-from plan import REPORT, STEPS, TUNE, Plan, Run, as_run, final
+from plan import FINAL, REPORT, STEPS, TUNE, Plan, Run, as_run, final
 from tables import tables
 from warm import WarmStarter
 
@@ -50,15 +51,15 @@ KEPT = ("step", "entropy", "reward", "stage1/entropy", "stage2/entropy", "stage1
         "mismatch_kl", "stage1/clip_share", "stage2/clip_share", "seconds/total", "memory/peak",
         "memory/held")  # fmt: skip
 MOST_ROWS = 30  # of a run's metrics
-WEIGHTS = "final", "checkpoints"  # folders of a run
+WEIGHTS = FINAL, "checkpoints"  # folders of a run
 FRONTIER = "pass@32"
 LENGTHS = "mean", "pass@32"
 
 
 def line_of(run: Run, folder: Path) -> dict[str, Any]:
     """What a finished run says: its evaluations without their problems, and its metrics in rows, each a mean."""
-    metrics = list(read_lines(folder / METRICS))
-    every = -(-len(metrics) // MOST_ROWS)
+    metrics = list(read_lines(path)) if (path := folder / METRICS).exists() else []  # none where nothing was trained
+    every = max(1, -(-len(metrics) // MOST_ROWS))
     kept = [_mean_row(metrics[first : first + every]) for first in range(0, len(metrics), every)]
     evaluations = [
         {name: _short(one) for name, one in row.items() if name != "problems"}
@@ -84,9 +85,17 @@ def _short(found: Any) -> Any:
 
 
 def run(plan: Plan, phase: str, num_jobs: int, regimes: Sequence[str], methods: Sequence[str]) -> None:
-    record = plan.out / f"{phase}.jsonl"
+    """What trains comes first, then what evaluates its weights."""
     done = {(line["regime"], line["method"], line["value"], line["seed"]) for line in plan.done(phase)}
-    waiting = {str(one.folder): one for one in plan.runs(phase, regimes, methods) if one.key not in done}
+    left = [one for one in plan.runs(phase, regimes, methods) if one.key not in done]
+    for trains in (True, False):
+        if some := [one for one in left if (plan.source(one) is None) == trains]:
+            _run_all(plan, phase, num_jobs, some)
+
+
+def _run_all(plan: Plan, phase: str, num_jobs: int, runs: Sequence[Run]) -> None:
+    record = plan.out / f"{phase}.jsonl"
+    waiting = {str(one.folder): one for one in runs}
     folders = {title: plan.out / phase / title for title in waiting}
     jobs = [Job(title, plan.command(one, folders[title]), folders[title] / "log.txt") for title, one in waiting.items()]
     progress, failed = Progress(), 0
@@ -102,7 +111,8 @@ def run(plan: Plan, phase: str, num_jobs: int, regimes: Sequence[str], methods: 
                     one = waiting[job.title]
                     knobs = {"knobs": plan.knobs(one.regime, one.method, one.value)}
                     file.write(json.dumps(line_of(one, job.log.parent) | knobs) + "\n")
-                for weights in WEIGHTS:  # hundreds of runs of a larger model would fill a disk
+                kept = FINAL if plan.is_source(one) else ""
+                for weights in {*WEIGHTS} - {kept}:  # hundreds of runs of a larger model would fill a disk
                     shutil.rmtree(job.log.parent / weights, ignore_errors=True)
             bar.advance()
 
@@ -123,10 +133,11 @@ def figures(
     methods: Sequence[str] = (),
     phases: Sequence[str] = (REPORT,),
 ) -> None:
-    """Up to four for each regime, named after study and regime; or only those `names`."""
+    """Up to five for each regime, named after study and regime; or only those `names`."""
     into.mkdir(parents=True, exist_ok=True)
     lined = {name for name, method in plan.tables["methods"].items() if method.get("every_value")}
-    found = [line for line in plan.done(*phases) if not methods or line["method"] in {*methods, *lined}]
+    always = {name for name in lined if "weights" not in plan.tables["methods"][name]}
+    found = [line for line in plan.done(*phases) if not methods or line["method"] in {*methods, *always}]
     order = list(plan.tables["methods"])
     found.sort(key=lambda line: order.index(line["method"]))  # legends as the plan has them, not as runs ended
     for regime in regimes or plan.tables["regimes"]:
@@ -141,7 +152,11 @@ def figures(
 def _frontiers(
     plan: Plan, line: Sequence[dict[str, Any]], points: Sequence[dict[str, Any]]
 ) -> dict[str, tuple[dict[str, Points], Points]]:
-    """By evaluation set: a line for each method with every value, along its values, and the others."""
+    """By evaluation set: a line for each method with every value, along its values, and the others.
+
+    What evaluates the weights of another has that one's name.
+    """
+    named = plan.tables["methods"]
 
     def of(some: Iterable[dict[str, Any]], name: str, where: str) -> Points:
         found: dict[str, list[tuple[float, float]]] = {}
@@ -151,12 +166,20 @@ def _frontiers(
 
     def along(name: str, where: str) -> Points:
         found = of((one for one in line if one["method"] == name), "value", where)
-        values = map(str, plan.tables["methods"][name]["values"])
-        return {value: found[value] for value in values if value in found}
+        return {value: found[value] for value in map(str, named[name]["values"]) if value in found}
 
-    sets = records.evaluation_sets([as_run(one) for one in points])
-    names = dict.fromkeys(one["method"] for one in line)
-    return {where: ({name: along(name, where) for name in names}, of(points, "method", where)) for where in sets}
+    sets = records.evaluation_sets([as_run(one) for one in [*points, *line]])
+    titles = {one["method"]: named[one["method"]].get("weights", one["method"]) for one in line}
+    return {
+        where: ({title: along(name, where) for name, title in titles.items()}, of(points, "method", where))
+        for where in sets
+    }
+
+
+def _split(plan: Plan, line: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """What was trained with every value of a knob, and what was only evaluated with it."""
+    evaluated = [one for one in line if "weights" in plan.tables["methods"][one["method"]]]
+    return [one for one in line if one not in evaluated], evaluated
 
 
 def _lengths(plan: Plan, points: Sequence[dict[str, Any]]) -> dict[str, Lengths]:
@@ -183,7 +206,8 @@ Lines = Sequence[dict[str, Any]]
 FIGURES: dict[str, Callable[[Plan, Lines, Lines], Figure | None]] = {  # of methods with every value, and of the others
     "exploration": lambda _plan, _line, points: exploration_figure(list(map(as_run, points))) if points else None,
     "pass_at_k": lambda _plan, _line, points: pass_at_k_figure(list(map(as_run, points))) if points else None,
-    "frontier": lambda plan, line, points: frontier_figure(_frontiers(plan, line, points), FRONTIER),
+    "frontier": lambda plan, line, points: frontier_figure(_frontiers(plan, _split(plan, line)[0], points), FRONTIER),
+    "temperatures": lambda plan, line, _points: frontier_figure(_frontiers(plan, _split(plan, line)[1], []), FRONTIER),
     "lengths": lambda plan, _line, points: length_figure(_lengths(plan, points)),
 }
 

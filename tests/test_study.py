@@ -288,6 +288,32 @@ def test_a_real_run_becomes_a_line_once(study: Any, tmp_path: Path) -> None:
     assert not list(folder.rglob("*.safetensors"))
 
 
+def test_weights_are_kept_for_what_evaluates_them_at_other_temperatures(study: Any, tmp_path: Path) -> None:
+    knobs = ["training.num_steps=2", "training.prompts_per_step=4", "training.prompts_per_mini_batch=4"]
+    knobs += ["training.learning_rate=1e-4", "algorithm.group_size=4", "task.num_evaluation=4"]
+    knobs += ["evaluation.num_samples=32", "evaluation.start=false", "model.device=cpu"]
+    heated = {"weights": "grpo", "tune": "evaluation.temperature", "values": [1.0, 3.0], "every_value": True}
+    tables = PLAN | {"set": knobs, "seeds": {"tune": [0], "report": [0]}, "methods": {"heated": heated, "grpo": {}}}
+    plan = study.Plan(tables, tmp_path)
+    assert not plan.runs("tune", ["dense"], ["heated"])
+    study.run(plan, "report", 2, ["dense"], [])
+    found = {(one["method"], one["value"]): one for one in plan.done("report")}
+    assert next(iter(found)) == ("grpo", "")  # its weights come before what is measured with them
+    trained, same, hot = (found[key]["evaluations"] for key in (("grpo", ""), ("heated", "1.0"), ("heated", "3.0")))
+    for row, other, hotter in zip(trained, same, hot, strict=True):
+        assert other | {"step": 2, "seconds": 0} == row | {"seconds": 0}  # no step further, and the same draws
+        assert hotter["mean"] < row["mean"]
+    assert found["heated", "3.0"]["metrics"] == []
+    assert [path.parent.name for path in tmp_path.rglob("*.safetensors")] == ["final"]
+    assert "| heated 3.0 | 1 |" in study.tables(plan)
+    study.figures(plan, tmp_path, "study")
+    assert (tmp_path / "study_dense_temperatures.png").exists()
+    for wrong in ("gpro", "heated"):
+        heated["weights"] = wrong
+        with pytest.raises(UserError, match=f"heated: weights = {wrong} is not a method that trains; allowed: grpo"):
+            study.Plan(tables, tmp_path)
+
+
 def test_rows_of_a_long_run_are_means(study: Any, tmp_path: Path) -> None:
     rows = [{"step": step, "reward": float(step), "seconds/total": 1.0} for step in range(1, 62)]
     rows[1]["unlearn/kl"] = 0.5  # not in every step
