@@ -71,6 +71,17 @@ def test_a_kl_target_is_exported() -> None:
     assert (found["eepo.unlearn_lr"], found["eepo.unlearn_kl_target"]) == ("auto", 0.03)
 
 
+def test_types_are_exported_where_a_recipe_names_them() -> None:
+    """Left to verl, both are bfloat16: one type."""
+    one, other = (
+        {key: value for key, value in overrides(recipe.load_run("paper/qwen2.5-3b+eepo", knobs)) if "dtype" in key}
+        for knobs in ([], ["rollout.dtype=float32", "model.compute_dtype=float32"])
+    )
+    assert one == {}
+    assert {key.split(".")[1] for key in other} == {"actor", "ref", "rollout"}
+    assert set(other.values()) == {"float32"}
+
+
 def test_weights_of_advantages_are_exported() -> None:
     knobs = ["algorithm.failure_weight=0.5", "algorithm.rare_weight=0.25", "algorithm.later_advantages=positive"]
     one, two = (dict(overrides(recipe.load_run(f"paper/qwen2.5-3b+{name}", knobs))) for name in ("grpo", "eepo"))

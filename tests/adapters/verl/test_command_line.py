@@ -13,12 +13,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, PPOTrainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.import_utils import load_extern_object
+from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from eepo import recipe
@@ -77,6 +79,16 @@ def test_verl_reads_what_a_recipe_exports(name: str) -> None:
     options = read_options(composed(line))
     for knob in ("group_size", "temperature", "num_stages", *(KNOBS if options.num_stages > 1 else ())):
         assert getattr(options, knob) == getattr(config.algorithm, knob)
+
+
+def test_verl_reads_the_types_that_a_recipe_exports() -> None:
+    types = ["rollout.dtype=float32", "model.compute_dtype=float32"]
+    config = recipe.load_run("paper/qwen2.5-3b+eepo", types)
+    found = composed([f"{key}={str(value).lower()}" for key, value in overrides(config)])["actor_rollout_ref"]
+    assert found["rollout"]["dtype"] == "float32"
+    for scored in ("actor", "ref"):
+        products = found[scored]["fsdp_config"]["mixed_precision"]["param_dtype"]
+        assert PrecisionType.to_dtype(products) == torch.float32
 
 
 def test_a_mistake_is_one_line_and_starts_nothing() -> None:

@@ -82,6 +82,9 @@ def _actor(config: RunConfig) -> Iterator[tuple[str, object]]:
     yield f"{actor}.use_kl_loss", algorithm.kl_coef > 0
     yield f"{actor}.kl_loss_coef", algorithm.kl_coef
     yield f"{actor}.kl_loss_type", "low_var_kl"  # verl's name of k3
+    if config.model.compute_dtype != "auto":
+        for scored in ("actor", "ref"):  # verl's file lacks the key: hydra adds it
+            yield f"+actor_rollout_ref.{scored}.fsdp_config.mixed_precision.param_dtype", config.model.compute_dtype
 
 
 def _rollout(config: RunConfig) -> Iterator[tuple[str, object]]:
@@ -89,6 +92,8 @@ def _rollout(config: RunConfig) -> Iterator[tuple[str, object]]:
     yield f"{rollout}.name", "vllm"
     yield f"{rollout}.n", config.algorithm.group_size
     yield f"{rollout}.temperature", config.algorithm.temperature
+    if config.rollout.dtype != "auto":
+        yield f"{rollout}.dtype", config.rollout.dtype
     yield f"{rollout}.calculate_log_probs", True
     yield "algorithm.adv_estimator", "grpo"
     yield "algorithm.rollout_correction.bypass_mode", True  # denominators from the weights that sampled
