@@ -58,7 +58,7 @@ LENGTHS = "mean", "pass@32"
 
 def line_of(run: Run, folder: Path) -> dict[str, Any]:
     """What a finished run says: its evaluations without their problems, and its metrics in rows, each a mean."""
-    metrics = list(read_lines(path)) if (path := folder / METRICS).exists() else []  # none where nothing was trained
+    metrics = list(read_lines(folder / METRICS))
     every = max(1, -(-len(metrics) // MOST_ROWS))
     kept = [_mean_row(metrics[first : first + every]) for first in range(0, len(metrics), every)]
     evaluations = [

@@ -24,6 +24,7 @@ from eepo import checkpoint, recipe
 from eepo.assemble import build_trainer
 from eepo.config import RunConfig
 from eepo.progress import Progress
+from eepo.reports.runs import read_runs
 from eepo.rollout.transformers import TransformersEngine
 from eepo.runlog import COMPLETIONS, EVALUATIONS, METRICS, read_lines
 from eepo.types import UserError
@@ -302,6 +303,8 @@ def test_no_steps_means_no_training_but_a_full_evaluation(tmp_path: Path) -> Non
     folder = run(config, tmp_path / "run")
     assert "full" in {row["kind"] for row in rows(folder, EVALUATIONS)}
     assert (folder / "final" / "config.json").is_file()
+    [found] = read_runs([folder])  # as a report does
+    assert (found.metrics, found.last_step) == ([], 0)
 
 
 def test_an_engine_in_bfloat16_rounds_part_of_the_unlearning_away_and_says_so(tmp_path: Path) -> None:

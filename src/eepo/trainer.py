@@ -93,6 +93,8 @@ class Trainer:
             checkpoint.save_final(final, self.model, self.tokenizer)
         if not finished:
             self._evaluate("full", self.config.evaluation.num_samples, None)
+        if not self.step:
+            self.log.append(METRICS)  # empty, but there: by it reports know a run
         return final
 
     def _training_bar(self, title: str) -> Bar:
