@@ -51,10 +51,9 @@ class Plan:
                 raise UserError(f"{name}: against = {method['against']} is not a method; allowed: {', '.join(methods)}")
             if "against" in method and not (method.get("every_value") and other.get("every_value")):
                 raise UserError(f"{name}: against = {method['against']} needs every_value in both")
-            trained = [own for own, other in methods.items() if "weights" not in other]
-            if method.get("weights", trained[0]) not in trained:
-                wrong = method["weights"]
-                raise UserError(f"{name}: weights = {wrong} is not a method that trains; allowed: {', '.join(trained)}")
+            if "weights" in method and "weights" in methods.get(wrong := method["weights"], {"weights": ""}):
+                trained = ", ".join(own for own, other in methods.items() if "weights" not in other)
+                raise UserError(f"{name}: weights = {wrong} is not a method that trains; allowed: {trained}")
         for name, regime in self.tables["regimes"].items():
             if strange := [own for own in regime.get("values", {}) if "values" not in methods.get(own, {})]:
                 tuned = [own for own, method in methods.items() if "values" in method]

@@ -26,6 +26,7 @@ import json
 import shutil
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -135,18 +136,36 @@ def figures(
 ) -> None:
     """Up to five for each regime, named after study and regime; or only those `names`."""
     into.mkdir(parents=True, exist_ok=True)
-    lined = {name for name, method in plan.tables["methods"].items() if method.get("every_value")}
-    always = {name for name in lined if "weights" not in plan.tables["methods"][name]}
+    lined = {name: method for name, method in plan.tables["methods"].items() if method.get("every_value")}
+    always = {name for name, method in lined.items() if "weights" not in method}
     found = [line for line in plan.done(*phases) if not methods or line["method"] in {*methods, *always}]
     order = list(plan.tables["methods"])
     found.sort(key=lambda line: order.index(line["method"]))  # legends as the plan has them, not as runs ended
     for regime in regimes or plan.tables["regimes"]:
         here = [line for line in found if line["regime"] == regime]
-        line = [one for one in here if one["method"] in lined]
-        points = [one for one in here if one["method"] not in lined]
+        drawn = Drawn(
+            plan,
+            trained=[one for one in here if one["method"] in always],
+            evaluated=[one for one in here if one["method"] in {*lined} - always],
+            points=[one for one in here if one["method"] not in lined],
+        )
         for name in names or FIGURES:
-            if (figure := FIGURES[name](plan, line, points)) is not None:
+            if (figure := FIGURES[name](drawn)) is not None:
                 (into / f"{study}_{regime}_{name}.png").write_bytes(image_bytes(figure, "png"))
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Lines of one regime: with every value of a knob, trained or only evaluated; and the others."""
+
+    plan: Plan
+    trained: list[dict[str, Any]]
+    evaluated: list[dict[str, Any]]
+    points: list[dict[str, Any]]
+
+    @property
+    def runs(self) -> list[records.Run]:
+        return list(map(as_run, self.points))
 
 
 def _frontiers(
@@ -176,12 +195,6 @@ def _frontiers(
     }
 
 
-def _split(plan: Plan, line: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """What was trained with every value of a knob, and what was only evaluated with it."""
-    evaluated = [one for one in line if "weights" in plan.tables["methods"][one["method"]]]
-    return [one for one in line if one not in evaluated], evaluated
-
-
 def _lengths(plan: Plan, points: Sequence[dict[str, Any]]) -> dict[str, Lengths]:
     """By measure and set: methods that were run for several numbers of steps, under the first one's name."""
     families: dict[frozenset[str], list[dict[str, Any]]] = {}
@@ -202,13 +215,12 @@ def _lengths(plan: Plan, points: Sequence[dict[str, Any]]) -> dict[str, Lengths]
     return measured
 
 
-Lines = Sequence[dict[str, Any]]
-FIGURES: dict[str, Callable[[Plan, Lines, Lines], Figure | None]] = {  # of methods with every value, and of the others
-    "exploration": lambda _plan, _line, points: exploration_figure(list(map(as_run, points))) if points else None,
-    "pass_at_k": lambda _plan, _line, points: pass_at_k_figure(list(map(as_run, points))) if points else None,
-    "frontier": lambda plan, line, points: frontier_figure(_frontiers(plan, _split(plan, line)[0], points), FRONTIER),
-    "temperatures": lambda plan, line, _points: frontier_figure(_frontiers(plan, _split(plan, line)[1], []), FRONTIER),
-    "lengths": lambda plan, _line, points: length_figure(_lengths(plan, points)),
+FIGURES: dict[str, Callable[[Drawn], Figure | None]] = {
+    "exploration": lambda of: exploration_figure(of.runs) if of.points else None,
+    "pass_at_k": lambda of: pass_at_k_figure(of.runs) if of.points else None,
+    "frontier": lambda of: frontier_figure(_frontiers(of.plan, of.trained, of.points), FRONTIER),
+    "temperatures": lambda of: frontier_figure(_frontiers(of.plan, of.evaluated, []), FRONTIER),
+    "lengths": lambda of: length_figure(_lengths(of.plan, of.points)),
 }
 
 
