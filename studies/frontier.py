@@ -37,8 +37,8 @@ def frontier_figure(sets: Mapping[str, tuple[Mapping[str, Points], Points]], mea
                 colour = "#808080" if reported else looks(lines)[method][0]
                 lined[method] = _line(method, place, colour)
                 _draw_line(axes, line, place, colour)
-                if list(line) != list(next(iter(lines.values()))) or not place:  # values once: lines lie close
-                    _name_values(axes, line)
+                named = _to_name(line, next(iter(lines.values())), coloured=not reported)
+                _name_values(axes, named, "#606060" if reported else colour)
             for method, seeds in reported.items():
                 shown[method] = None
                 colour, marker = looks(reported)[method]
@@ -72,11 +72,19 @@ def _draw_line(axes: Axes, line: Points, place: int, colour: str) -> None:
     axes.autoscale_view()
 
 
-def _name_values(axes: Axes, line: Points) -> None:
+def _to_name(line: Points, first: Points, coloured: bool) -> Points:
+    """All values of the first line; of one with the same values, as lines lie close, its ends where colours tell."""
+    if line is first or [*line] != [*first]:
+        return line
+    ends = [*line][:: max(1, len(line) - 1)] if coloured else []
+    return {value: line[value] for value in ends}
+
+
+def _name_values(axes: Axes, line: Points, colour: str) -> None:
     paper = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.3}
     for value, seeds in line.items():
         axes.annotate(
-            value, _middle(seeds), fontsize=5, color="#606060", bbox=paper, zorder=1.5, xytext=(3, 3),
+            value, _middle(seeds), fontsize=5, color=colour, bbox=paper, zorder=1.5, xytext=(3, 3),
             textcoords="offset points",
         )  # fmt: skip
 

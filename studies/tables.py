@@ -47,7 +47,8 @@ def tables(
         shown = {title: own for title, own in methods.items() if not names or own[0]["method"] in names}
         told = _told(here)
         rows = [_training_row(own, told) for own in shown.values() if own[0]["metrics"]]  # which evaluations lack
-        parts.append(_table(f"{regime}, training", ["", "seeds", *map(TOLD.__getitem__, told)], rows))
+        if rows:
+            parts.append(_table(f"{regime}, training", ["", "seeds", *map(TOLD.__getitem__, told)], rows))
         for where in records.evaluation_sets([as_run(line) for line in here]):
             rows = []
             for own in shown.values():
