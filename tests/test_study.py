@@ -308,12 +308,21 @@ def test_weights_are_kept_for_what_evaluates_them_at_other_temperatures(study: A
     training, *evaluations = study.tables(plan).split("### ")[1:]
     assert "heated" not in training
     assert all("| heated 3.0 | 0." in table for table in evaluations)
+    assert "training" not in study.tables(plan, names=["heated"])  # no table without rows
     study.figures(plan, tmp_path, "study")
     assert (tmp_path / "study_dense_temperatures.png").exists()
     for wrong in ("gpro", "heated"):
         heated["weights"] = wrong
         with pytest.raises(UserError, match=f"heated: weights = {wrong} is not a method that trains; allowed: grpo"):
             study.Plan(tables, tmp_path)
+
+
+def test_values_are_named_once_and_at_the_ends_of_coloured_lines(study: Any) -> None:
+    lines = {one: {value: [(place, place)] for place, value in enumerate("abc")} for one in ("first", "second")}
+    lines["other"] = {"d": [(3, 3)]}
+    for points, named in (({}, [*"abc", *"ac", "d"]), ({"grpo": [(1, 1)]}, [*"abc", "d"])):
+        drawn = importlib.import_module("frontier").frontier_figure({"dense": (lines, points)}, "pass@32")
+        assert [text.get_text() for text in drawn.axes[0].texts] == named
 
 
 def test_rows_of_a_long_run_are_means(study: Any, tmp_path: Path) -> None:
