@@ -31,7 +31,7 @@ def tables(
     regime that does not have it is left out.
     """
     found = plan.done(*phases)
-    titles = list(dict.fromkeys(map(_title, found)))
+    titles = list(dict.fromkeys(map(title_of, found)))
     if against and against not in {*titles, *(line["method"] for line in found)}:
         raise UserError(f"--against {against!r} is not reported; allowed: {', '.join(titles)}")
     parts = []
@@ -48,14 +48,14 @@ def tables(
         told = _told(here)
         rows = [_training_row(own, told) for own in shown.values() if own[0]["metrics"]]  # which evaluations lack
         if rows:
-            parts.append(_table(f"{regime}, training", ["", "seeds", *map(TOLD.__getitem__, told)], rows))
+            parts.append(table_of(f"{regime}, training", ["", "seeds", *map(TOLD.__getitem__, told)], rows))
         for where in records.evaluation_sets([as_run(line) for line in here]):
             rows = []
             for own in shown.values():
                 other = chosen or _other(plan, own[0]) or first
                 note = "" if other == first else f" (to {other})"
-                rows.append(_row(methods.get(other, []), own, where, note))
-            parts.append(_table(f"{regime}, {where.replace('_', ' ')}", ["", *MEASURES], rows))
+                rows.append(row_of(methods.get(other, []), own, where, note))
+            parts.append(table_of(f"{regime}, {where.replace('_', ' ')}", ["", *MEASURES], rows))
     return "\n\n".join(parts) + "\n"
 
 
@@ -68,21 +68,21 @@ def _by_method(plan: Plan, regime: str, here: Sequence[dict[str, Any]]) -> dict[
         for line in sorted(
             (line for line in here if line["method"] == name), key=lambda one: order.index(one["value"])
         ):
-            found.setdefault(_title(line), []).append(line)
+            found.setdefault(title_of(line), []).append(line)
     return found
 
 
 def _other(plan: Plan, line: dict[str, Any]) -> str:
     """What a line's method is compared with, if its plan says so: another method with the same value."""
     other = plan.tables["methods"][line["method"]].get("against", "")
-    return _title(line | {"method": other}) if other else ""
+    return title_of(line | {"method": other}) if other else ""
 
 
-def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table_of(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return f"### {title}\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
-def _title(line: dict[str, Any]) -> str:
+def title_of(line: dict[str, Any]) -> str:
     return f"{line['method']} {line['value']}".strip()
 
 
@@ -94,7 +94,7 @@ def _told(lines: Sequence[dict[str, Any]]) -> list[str]:
 
 def _training_row(own: Sequence[dict[str, Any]], told: Sequence[str]) -> list[str]:
     """Means over seeds; of what varies over the steps, over the last third of them."""
-    cells = [_title(own[0]), str(len(own))]
+    cells = [title_of(own[0]), str(len(own))]
     for name in told:
         if name == "seconds":
             cells.append(f"{statistics.mean(line['seconds'] for line in own):.0f}")
@@ -106,9 +106,9 @@ def _training_row(own: Sequence[dict[str, Any]], told: Sequence[str]) -> list[st
     return cells
 
 
-def _row(base: Sequence[dict[str, Any]], own: Sequence[dict[str, Any]], where: str, note: str) -> list[str]:
+def row_of(base: Sequence[dict[str, Any]], own: Sequence[dict[str, Any]], where: str, note: str) -> list[str]:
     """Of each measure the mean over seeds, and the difference to `base`, paired by seed; bold where it is not 0."""
-    cells = [_title(own[0]) + note]
+    cells = [title_of(own[0]) + note]
     for measure in MEASURES:
         values = {line["seed"]: final(line, where, measure) for line in own}
         others = {line["seed"]: final(line, where, measure) for line in base}

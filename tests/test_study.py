@@ -372,3 +372,29 @@ def test_the_figure_of_types_has_every_run_that_it_names(study: Any, tmp_path: P
     monkeypatch.setattr("sys.argv", ["types_of_products.py", "--into", str(tmp_path / "figures")])
     types.main()
     assert (tmp_path / "figures" / "smollm2_types.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("study_name", "beside", "against", "methods"),
+    [
+        ("countdown", [], "grpo", {"one", "answers", "shared"}),
+        ("countdown", ["cool"], "grpo_mild_cool", {"phantom_cool 8", "phantom_cool 16"}),
+        ("smollm2", ["sampled"], "grpo_mild_160_sampled 1.0", {"mild_phantom_160_sampled 1.0"}),
+    ],
+)
+def test_patches_are_compared_on_the_seeds_that_both_have(
+    study: Any, capsys: Any, monkeypatch: Any, study_name: str, beside: list[str], against: str, methods: set[str]
+) -> None:
+    pilots, results = importlib.import_module("pilots"), ROOT / "docs" / "results" / study_name
+    files = [part for name in beside for part in ("--beside", str(results / f"{name}.jsonl"))]
+    monkeypatch.setattr("sys.argv", ["pilots.py", str(results / "pilots.jsonl"), *files, "--against", against])
+    pilots.main()
+    rows = [row.split(" | ") for row in capsys.readouterr().out.splitlines() if "<br>" in row]
+    assert methods <= {row[0].removeprefix("| ") for row in rows}
+    assert against not in {row[0].removeprefix("| ") for row in rows}
+
+
+def test_a_patch_compared_with_what_is_not_there_is_refused(study: Any) -> None:
+    pilots = importlib.import_module("pilots")
+    with pytest.raises(UserError, match=r"--against 'grpo 1.0' is in no line; allowed: grpo$"):
+        pilots.pilots([{"regime": "sums", "method": "grpo", "value": "", "seed": 0}], [], "grpo 1.0")
