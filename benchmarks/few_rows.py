@@ -26,16 +26,18 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from eepo import kernels
-from eepo.compiled import compile_layers
-from eepo.head import wide_product
-from eepo.kernels.rows import Outputs, RowState
-from eepo.rollout.buffers import Buffers
-from eepo.rollout.packed import compile_packed
-from eepo.rollout.slots import AHEAD, PAGE
+from eepo.kernels.row_state import Outputs, RowState
+from eepo.model.compilation import compile_layers
+from eepo.model.lm_head import wide_product
+from eepo.rollout.fused_linear import compile_packed
+from eepo.rollout.paged.cuda_graphs import Buffers
+from eepo.rollout.paged.scheduler import AHEAD, PAGE
 
 SPREAD = 256 << 20  # bytes of copies: five times an H200's cache
 MAX_COPIES = 96
-CONTEXTS = "8:1800,16:1200,32:900,64:700,128:600,256:450,512:320,1024:200,1024:380"  # as a long tail goes
+CONTEXTS = (
+    "8:1800,16:1200,32:900,64:700,128:600,256:450,512:320,1024:200,1024:380"  # as a long tail goes
+)
 WAYS = ("256:16:4:3,512:16:4:3,1024:16:4:3,2048:16:4:3,1024:32:4:3,1024:16:2:3,1024:16:8:3,1024:16:4:2,1024:16:4:4,"
         "1024:16:4:5")  # fmt: skip
 
@@ -50,8 +52,12 @@ class Product:
     packed_per_step: int = 1  # how often, if products with the same input are one
 
     def num_bytes(self, num_rows: int) -> int:
-        moved = self.num_columns * self.length + num_rows * self.length + num_rows * self.num_columns
-        return 2 * moved + (2 * num_rows * self.num_columns if self.name == "head" else 0)  # its logits are fp32
+        moved = (
+            self.num_columns * self.length + num_rows * self.length + num_rows * self.num_columns
+        )
+        return 2 * moved + (
+            2 * num_rows * self.num_columns if self.name == "head" else 0
+        )  # its logits are fp32
 
 
 def products_of(shape: str) -> list[Product]:
@@ -73,7 +79,9 @@ def products_of(shape: str) -> list[Product]:
 # --- timing
 
 
-def microseconds(works: Sequence[Callable[[], Any]], device: torch.device, before: Callable[[], Any]) -> float:
+def microseconds(
+    works: Sequence[Callable[[], Any]], device: torch.device, before: Callable[[], Any]
+) -> float:
     """Of one of `works`, in one graph of all of them; the median of a few replays, each after `before`."""
 
     def all_of_them() -> None:
@@ -116,7 +124,9 @@ def product_table(shape: str, args: argparse.Namespace, device: torch.device, ra
     for product in products_of(shape):
         matrices, bias = _copies(product, device)
         for num_rows in map(int, args.rows.split(",")):
-            taken = times[product, num_rows] = _product_microseconds(product, num_rows, matrices, bias, device)
+            taken = times[product, num_rows] = _product_microseconds(
+                product, num_rows, matrices, bias, device
+            )
             share = product.num_bytes(num_rows) / rate / (taken * 1e-6)
             rows.append([product.name, num_rows, f"{taken:.1f} ({100 * share:.0f} %)"])
         del matrices
@@ -141,11 +151,17 @@ def _copies(product: Product, device: torch.device) -> tuple[list[Tensor], Tenso
     number = max(2, min(MAX_COPIES, -(-SPREAD // each))) if device.type == "cuda" else 1
     size = product.num_columns, product.length
     matrices = [torch.randn(size, device=device, dtype=torch.bfloat16) for _ in range(number)]
-    return matrices, torch.randn(size[0], device=device, dtype=torch.bfloat16) if product.bias else None
+    return matrices, torch.randn(
+        size[0], device=device, dtype=torch.bfloat16
+    ) if product.bias else None
 
 
 def _product_microseconds(
-    product: Product, num_rows: int, matrices: list[Tensor], bias: Tensor | None, device: torch.device
+    product: Product,
+    num_rows: int,
+    matrices: list[Tensor],
+    bias: Tensor | None,
+    device: torch.device,
 ) -> float:
     x = torch.randn(num_rows, product.length, device=device, dtype=torch.bfloat16)
     multiply = wide_product if product.name == "head" else partial(_linear, bias=bias)
@@ -197,7 +213,9 @@ def _attention_inputs(
     return [(query, *new, *pool, tables, positions) for pool in pools], num_bytes
 
 
-def _attention_microseconds(given: list[tuple[Tensor, ...]], way: tuple[int, ...], device: torch.device) -> float:
+def _attention_microseconds(
+    given: list[tuple[Tensor, ...]], way: tuple[int, ...], device: torch.device
+) -> float:
     attention = kernels.chosen("paged_attention", device)
     if device.type == "cuda":
         from eepo.kernels import paged_attention as module
@@ -215,7 +233,9 @@ def draw_table(args: argparse.Namespace, device: torch.device, rate: float) -> s
         taken = _draw_microseconds(num_rows, device)
         share = num_rows * shapes.VOCABULARY * 4 / rate / (taken * 1e-6)
         lines.append([num_rows, f"{taken:.1f} ({100 * share:.0f} %)"])
-    return f"\ndraws, microseconds (share of the copy rate)\n{shapes.table(['rows', 'draw'], lines)}"
+    return (
+        f"\ndraws, microseconds (share of the copy rate)\n{shapes.table(['rows', 'draw'], lines)}"
+    )
 
 
 def _draw_microseconds(num_rows: int, device: torch.device, repeats: int = 20) -> float:
@@ -227,7 +247,9 @@ def _draw_microseconds(num_rows: int, device: torch.device, repeats: int = 20) -
     state.limits.fill_(1 << 40)
     state.live.fill_(1)
     num_copies = max(2, min(repeats, -(-SPREAD // (num_rows * shapes.VOCABULARY * 4))))
-    logits = [3 * torch.randn(num_rows, shapes.VOCABULARY, device=device) for _ in range(num_copies)]
+    logits = [
+        3 * torch.randn(num_rows, shapes.VOCABULARY, device=device) for _ in range(num_copies)
+    ]
     ends = torch.full((1,), -1, device=device)
     works = [
         partial(draw, logits[turn % num_copies], every, every, temperature, ends, state, outputs)
@@ -237,7 +259,10 @@ def _draw_microseconds(num_rows: int, device: torch.device, repeats: int = 20) -
 
 
 def _outputs(num_lines: int, width: int, device: torch.device) -> Outputs:
-    whole = [torch.zeros(num_lines, width, dtype=kind, device=device) for kind in (torch.int32, *[torch.float32] * 2)]
+    whole = [
+        torch.zeros(num_lines, width, dtype=kind, device=device)
+        for kind in (torch.int32, *[torch.float32] * 2)
+    ]
     return Outputs(*whole, *torch.zeros(2, num_lines, dtype=torch.int32, device=device))
 
 
@@ -256,7 +281,9 @@ def profile(args: argparse.Namespace, device: torch.device) -> None:
     width = -(-(args.length + AHEAD) // PAGE) + 2
     buffers = Buffers(engine, most * width + 1, most, args.length + PAGE, most, PAGE)
     buffers.reset(1.0)
-    buffers.tables[:, :width] = 1 + torch.arange(most * width, device=device).view(most, width).int()
+    buffers.tables[:, :width] = (
+        1 + torch.arange(most * width, device=device).view(most, width).int()
+    )
     for num_rows in sizes:
         _put_in_the_midst(buffers, args.length)
         with torch.inference_mode():
@@ -288,7 +315,9 @@ def _step_seconds(step: Callable[[], Any], device: torch.device, turns: int = 8)
     return _seconds(several, device) / turns
 
 
-def _print_kernels(buffers: Any, num_rows: int, args: argparse.Namespace, device: torch.device, turns: int = 4) -> None:
+def _print_kernels(
+    buffers: Any, num_rows: int, args: argparse.Namespace, device: torch.device, turns: int = 4
+) -> None:
     step = partial(buffers.step, num_rows)
     alone = statistics.median(_step_seconds(step, device) for _ in range(turns))
     with torch.profiler.profile() as seen:
@@ -303,27 +332,46 @@ def _print_kernels(buffers: Any, num_rows: int, args: argparse.Namespace, device
             rows.append((taken, one.count / turns, one.key[:90]))
     rows.sort(reverse=True)
     total, num_kernels = sum(row[0] for row in rows), sum(row[1] for row in rows)
-    way = ("compiled, " + ("unpacked" if args.unpacked else "packed")) if args.compiled else "not compiled"
+    way = (
+        ("compiled, " + ("unpacked" if args.unpacked else "packed"))
+        if args.compiled
+        else "not compiled"
+    )
     way += ", a graph replayed" if buffers.engine.graphs else ", not in a graph"
     print(f"\n{args.profile}, {num_rows} rows of {args.length} tokens, {way}: "
           f"{1000 * alone:.2f} ms a step, {total / 1000:.2f} ms of them in {num_kernels:.0f} kernels")  # fmt: skip
-    listed = [[name, f"{count:g}", f"{taken:.1f}", f"{taken / count:.1f}"] for taken, count, name in rows[:30]]
+    listed = [
+        [name, f"{count:g}", f"{taken:.1f}", f"{taken / count:.1f}"]
+        for taken, count, name in rows[:30]
+    ]
     print(shapes.table(["kernel", "a step", "microseconds", "each"], listed), flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shapes", default="3B,0.5B", help="of products; commas between")
     parser.add_argument("--rows", default="8,16,32,64,128", help="of products")
     parser.add_argument("--draws", default="8,64,256,1024", help="rows of draws")
-    parser.add_argument("--attention", choices=shapes.SHAPES, help="of this shape, and nothing else")
-    parser.add_argument("--contexts", default=CONTEXTS, help="of attention: rows:tokens, commas between")
-    parser.add_argument("--ways", default=WAYS, help="of attention: programs:splits:warps:stages, commas between")
+    parser.add_argument(
+        "--attention", choices=shapes.SHAPES, help="of this shape, and nothing else"
+    )
+    parser.add_argument(
+        "--contexts", default=CONTEXTS, help="of attention: rows:tokens, commas between"
+    )
+    parser.add_argument(
+        "--ways", default=WAYS, help="of attention: programs:splits:warps:stages, commas between"
+    )
     parser.add_argument("--profile", choices=shapes.SHAPES, help="of this shape, and nothing else")
     parser.add_argument("--profile-rows", default="8,64")
     parser.add_argument("--compiled", action="store_true", help="layers of the profile")
-    parser.add_argument("--unpacked", action="store_true", help="each product of compiled layers by itself")
-    parser.add_argument("--length", type=int, default=500, help="tokens behind each row of the profile")
+    parser.add_argument(
+        "--unpacked", action="store_true", help="each product of compiled layers by itself"
+    )
+    parser.add_argument(
+        "--length", type=int, default=500, help="tokens behind each row of the profile"
+    )
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if args.profile:

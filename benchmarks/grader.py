@@ -24,11 +24,16 @@ from pathlib import Path
 from math_verify import parse, verify
 
 from eepo.config import RewardConfig
-from eepo.progress import Progress
 from eepo.rewards.isolation import PooledReward
+from eepo.runs.progress import Progress
 from eepo.types import Prompt, Verdict
 
-EDITS = {"unchanged": True, "reformatted": True, "last digit": False, "other gold": False}  # edit: must be accepted
+EDITS = {
+    "unchanged": True,
+    "reformatted": True,
+    "last digit": False,
+    "other gold": False,
+}  # edit: must be accepted
 
 
 @dataclass(frozen=True)
@@ -38,9 +43,15 @@ class Case:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data_dir", type=Path, help="folder of .jsonl files whose lines have an answer")
-    parser.add_argument("--out", type=Path, help="write the table between its marks in this Markdown file")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "data_dir", type=Path, help="folder of .jsonl files whose lines have an answer"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="write the table between its marks in this Markdown file"
+    )
     parser.add_argument("--show", type=int, default=0, help="print this many mistakes of each kind")
     parser.add_argument("--limit", type=int, help="golds for each file")
     options = parser.parse_args()
@@ -55,7 +66,9 @@ def main() -> None:
     for name, spent in seconds.items():
         print(f"{name}: {spent:.1f} s")
     if options.out:
-        options.out.write_text(between_marks(options.out.read_text(encoding="utf-8"), table), encoding="utf-8")
+        options.out.write_text(
+            between_marks(options.out.read_text(encoding="utf-8"), table), encoding="utf-8"
+        )
 
 
 def read_golds(path: Path) -> list[str]:
@@ -75,7 +88,11 @@ def measure(
             seconds["ours"] += spent
             theirs, spent = timed(lambda cases=cases, bar=bar: grade_theirs(cases, bar.advance))
             seconds["math-verify"] += spent
-        wrong = [case for case, verdict in zip(cases, ours, strict=True) if (verdict.reward > 0) != accept]
+        wrong = [
+            case
+            for case, verdict in zip(cases, ours, strict=True)
+            if (verdict.reward > 0) != accept
+        ]
         for case in wrong[:show]:
             print(f"  ours, {edit}: {case.gold!r} | {case.edited!r}")
         row[edit] = (len(wrong), sum(verdict != accept for verdict in theirs), len(cases))
@@ -100,14 +117,22 @@ def build(edit: str, golds: list[str]) -> list[Case]:
 def letters(text: str) -> str:
     """What an answer says, spelling aside: other golds that only look different are not other answers."""
     text = re.sub(r"^\w+(?:\(\w\))?\s*=|(?<=\d)\s*\\(?:text|mbox)\s?\{[^{}]*\}$", "", text)
-    return re.sub(r"\\(?:text|mbox|left|right|circ|[dt]?frac|!|,|\$|%)|[^0-9A-Za-z.\-]", "", text).strip(".")
+    return re.sub(
+        r"\\(?:text|mbox|left|right|circ|[dt]?frac|!|,|\$|%)|[^0-9A-Za-z.\-]", "", text
+    ).strip(".")
 
 
 def reformatted(gold: str) -> str:
     r"""What another author would have typed: \dfrac, \left( \right), spaces, braces, \times 10^{n} for e-notation."""
     text = re.sub(r"\\[td]?frac(?![A-Za-z])", r"\\dfrac", gold)
-    text = re.sub(r"(?<![\\A-Za-z])\(", r"\\left( ", text) if text.count("(") == text.count(")") else text
-    text = re.sub(r"\)", r" \\right)", text) if r"\left(" in text and r"\right)" not in text else text
+    text = (
+        re.sub(r"(?<![\\A-Za-z])\(", r"\\left( ", text)
+        if text.count("(") == text.count(")")
+        else text
+    )
+    text = (
+        re.sub(r"\)", r" \\right)", text) if r"\left(" in text and r"\right)" not in text else text
+    )
     text = text.replace(r"\left\left", r"\left").replace(r"\right\right", r"\right")
     text = re.sub(r"(?<=[\w)}])([+])(?=[\w(\\])", r" \1 ", text)
     text = re.sub(r",(?=[^\d\\!{}])", r",\\, ", text)
@@ -157,11 +182,15 @@ def timed(work: Callable[[], list]) -> tuple[list, float]:
 def render(rows: list[dict]) -> str:
     lines = [
         "| golds | "
-        + " | ".join(f"{edit} ({'accept' if accept else 'reject'})" for edit, accept in EDITS.items())
+        + " | ".join(
+            f"{edit} ({'accept' if accept else 'reject'})" for edit, accept in EDITS.items()
+        )
         + " |",
         "|---|" + "---|" * len(EDITS),
     ]
-    total = {edit: tuple(sum(row[edit][place] for row in rows) for place in range(3)) for edit in EDITS}
+    total = {
+        edit: tuple(sum(row[edit][place] for row in rows) for place in range(3)) for edit in EDITS
+    }
     for row in [*rows, {"file": "**all**"} | total]:
         cells = [f"{row[edit][0]} : {row[edit][1]} of {row[edit][2]:,}" for edit in EDITS]
         lines.append(f"| {row['file']} | " + " | ".join(cells) + " |")

@@ -19,11 +19,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eepo.algorithm import unlearn_loss
-from eepo.batching import MicroBatch
+from eepo.algorithm.probe import Probe
 from eepo.config import AlgorithmConfig, CountdownConfig, SumsConfig
-from eepo.policy import Policy, Scores
-from eepo.pretrained import resolve
-from eepo.probe import Probe
+from eepo.model.batching import MicroBatch
+from eepo.model.loading import resolve
+from eepo.model.policy import Policy, Scores
 from eepo.rollout.transformers import TransformersEngine
 from eepo.tasks.countdown import Countdown
 from eepo.tasks.sums import Sums
@@ -40,7 +40,11 @@ def plain_kl(model: torch.nn.Module, moved: torch.nn.Module, probe: Probe) -> fl
         ids = torch.tensor([[*prompt.token_ids, *completion.token_ids]], device=probe.policy.device)
         own = torch.tensor(completion.token_ids, device=ids.device)[:, None]
         theta, prime = (
-            one(ids).logits[0, len(prompt.token_ids) - 1 : -1].double().log_softmax(-1).gather(1, own)
+            one(ids)
+            .logits[0, len(prompt.token_ids) - 1 : -1]
+            .double()
+            .log_softmax(-1)
+            .gather(1, own)
             for one in (model, moved)
         )
         gap = prime - theta
@@ -82,6 +86,8 @@ def main(name: str) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="builtin:countdown")
     main(parser.parse_args().model)

@@ -19,10 +19,10 @@ import torch
 from kl_floor import GROUP, NUM_PROMPTS, plain_kl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from eepo.algorithm.probe import Probe
 from eepo.config import SumsConfig
-from eepo.policy import Policy
-from eepo.pretrained import resolve
-from eepo.probe import Probe
+from eepo.model.loading import resolve
+from eepo.model.policy import Policy
 from eepo.rollout.transformers import TransformersEngine
 from eepo.tasks.sums import Sums
 from eepo.types import Sampling, UserError
@@ -46,12 +46,16 @@ def mismatch(name: str) -> float:
     engine = TransformersEngine(copy.deepcopy(model), tokenizer, stop="\n")
     groups = engine.generate(prompts, GROUP, Sampling(1.0, 12, stream="mismatch"))
     pairs = [(prompt, one) for prompt, group in zip(prompts, groups, strict=True) for one in group]
-    probe = Probe(Policy(model), pairs, range(len(pairs)), len(pairs), 1.0, lambda _batch, _scores: None)
+    probe = Probe(
+        Policy(model), pairs, range(len(pairs)), len(pairs), 1.0, lambda _batch, _scores: None
+    )
     return plain_kl(model, rounded(model), probe)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="+", help="package:smollm2, or a folder of it: on sums")
     models = parser.parse_args().models
     print("| model | KL(θ‖bf16 θ) |\n|---|---|")

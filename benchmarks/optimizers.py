@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eepo import optimizers
 from eepo.assemble import new_model
 from eepo.config import CountdownConfig, ScratchConfig
-from eepo.estimates import seed_interval
-from eepo.optimizers import BETA_2, MOMENT_BYTES, build_optimizer
-from eepo.policy import Policy
+from eepo.evaluation.estimates import seed_interval
+from eepo.model import optimizers
+from eepo.model.optimizers import BETA_2, MOMENT_BYTES, build_optimizer
+from eepo.model.policy import Policy
 from eepo.tasks.countdown import Countdown, build_tokenizer
 from eepo.types import Completion, Prompt
 
@@ -43,7 +43,9 @@ Pairs = list[tuple[Prompt, Completion]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--params", type=float, help="measure speed, with about this many weights")
     parser.add_argument("--repeats", type=int, default=10, help="steps whose median time counts")
     parser.add_argument("--steps", type=int, default=300, help="of training, for quality")
@@ -70,15 +72,30 @@ def quality(options: argparse.Namespace) -> None:
     losses: dict[str, list[float]] = {name: [] for name in (*NAMES, NEAREST)}
     seconds: dict[str, list[float]] = {name: [] for name in losses}
     for seed in range(options.seeds):
-        order = torch.randperm(len(training), generator=torch.Generator().manual_seed(seed)).tolist()
-        batches = [[training[i] for i in order[k : k + options.batch]] for k in range(0, len(order), options.batch)]
+        order = torch.randperm(
+            len(training), generator=torch.Generator().manual_seed(seed)
+        ).tolist()
+        batches = [
+            [training[i] for i in order[k : k + options.batch]]
+            for k in range(0, len(order), options.batch)
+        ]
         for name in losses:
-            loss, step_seconds = train(name, seed, batches, held_out, tokenizer, options.learning_rate)
+            loss, step_seconds = train(
+                name, seed, batches, held_out, tokenizer, options.learning_rate
+            )
             losses[name].append(loss)
             seconds[name].append(step_seconds)
-        print(f"seed {seed}:", ", ".join(f"{name} {values[-1]:.4f}" for name, values in losses.items()), flush=True)
-    print(f"{options.seeds} seeds, {options.steps} steps of {options.batch}; loss on 512 other demonstrations")
-    print("| optimizer | bytes a weight | loss | difference to adamw | of it in % | optimizer's ms a step |")
+        print(
+            f"seed {seed}:",
+            ", ".join(f"{name} {values[-1]:.4f}" for name, values in losses.items()),
+            flush=True,
+        )
+    print(
+        f"{options.seeds} seeds, {options.steps} steps of {options.batch}; loss on 512 other demonstrations"
+    )
+    print(
+        "| optimizer | bytes a weight | loss | difference to adamw | of it in % | optimizer's ms a step |"
+    )
     print("|---|---|---|---|---|---|")
     for name in losses:
         print(f"| {name} | {MOMENT_BYTES.get(name, 4):.2f} | {row(losses[name], losses['adamw'])} "
@@ -104,7 +121,11 @@ def train(
     name: str, seed: int, batches: list[Pairs], held_out: Pairs, tokenizer: Any, lr: float
 ) -> tuple[float, float]:
     """Loss a token on `held_out` after one pass, and the optimizer's own seconds a step."""
-    policy = Policy(new_model(ScratchConfig(hidden_size=64, intermediate_size=192, num_layers=2), tokenizer, seed))
+    policy = Policy(
+        new_model(
+            ScratchConfig(hidden_size=64, intermediate_size=192, num_layers=2), tokenizer, seed
+        )
+    )
     optimizer = build_optimizer(name.split(",")[0], policy.model.parameters(), lr, 0.01, seed)
     optimizers.round_to_bf16 = to_the_nearest if name == NEAREST else AT_RANDOM
     spent = 0.0
@@ -133,15 +154,24 @@ def loss_sum(policy: Policy, pairs: Pairs) -> Tensor:
 
 def stalling() -> None:
     """A second moment of random gradients of size 1, and after step 2,000 of size 0.01."""
-    print("| step | fp32 | bf16, to the nearest | bf16, at random | spread of the last to the first |")
+    print(
+        "| step | fp32 | bf16, to the nearest | bf16, at random | spread of the last to the first |"
+    )
     print("|---|---|---|---|---|")
     exact, nearest, random = torch.zeros(20_000), torch.zeros(20_000), torch.zeros(20_000)
     generator = torch.Generator().manual_seed(0)
     for step in range(1, 4001):
-        squares = (torch.randn(20_000, generator=generator) * (1 if step <= 2000 else 0.01)).square()
+        squares = (
+            torch.randn(20_000, generator=generator) * (1 if step <= 2000 else 0.01)
+        ).square()
         draws = torch.randint(0, 2**16, (20_000,), generator=generator, dtype=torch.int32)
-        exact, nearest, random = (moment + (1 - BETA_2) * (squares - moment) for moment in (exact, nearest, random))
-        nearest, random = nearest.bfloat16().float(), optimizers.round_to_bf16(random, draws).float()
+        exact, nearest, random = (
+            moment + (1 - BETA_2) * (squares - moment) for moment in (exact, nearest, random)
+        )
+        nearest, random = (
+            nearest.bfloat16().float(),
+            optimizers.round_to_bf16(random, draws).float(),
+        )
         if step in (250, 1000, 2000, 3000, 4000):
             means = " | ".join(f"{float(moment.mean()):.3f}" for moment in (exact, nearest, random))
             print(f"| {step} | {means} | {float((random / exact).std()):.1%} |")
@@ -176,16 +206,29 @@ def speed(params: float, repeats: int) -> None:
     weights = decoder_weights(params, device)
     number = sum(weight.numel() for weight in weights)
     copy_rate = copy_bandwidth(device)
-    where = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    print(f"{number / 1e6:,.0f} million weights, {len(weights)} tensors; {where}; a copy: {copy_rate / 1e9:,.0f} GB/s")
-    print("| optimizer | state, GB | first step, s | ms a step | GB/s | share of a copy's | beside its state, GB |")
+    where = (
+        torch.cuda.get_device_name()
+        if device.type == "cuda"
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
+    print(
+        f"{number / 1e6:,.0f} million weights, {len(weights)} tensors; {where}; a copy: {copy_rate / 1e9:,.0f} GB/s"
+    )
+    print(
+        "| optimizer | state, GB | first step, s | ms a step | GB/s | share of a copy's | beside its state, GB |"
+    )
     print("|---|---|---|---|---|---|---|")
     for name in NAMES:
         print(speed_row(name, weights, number, copy_rate, repeats, device))
 
 
 def speed_row(
-    name: str, weights: list[nn.Parameter], number: int, copy_rate: float, repeats: int, device: torch.device
+    name: str,
+    weights: list[nn.Parameter],
+    number: int,
+    copy_rate: float,
+    repeats: int,
+    device: torch.device,
 ) -> str:
     optimizer = build_optimizer(name, weights, 5e-7, 0.01, 0)
     for weight in weights:
@@ -207,8 +250,18 @@ def speed_row(
 
 
 def decoder_weights(params: float, device: torch.device) -> list[nn.Parameter]:
-    _, hidden, layers, wide, narrow, own_head = min(SHAPES, key=lambda shape: abs(shape[0] - params))
-    layer = [(hidden, hidden), (hidden,), (narrow, hidden), (narrow,), (narrow, hidden), (narrow,), (hidden, hidden)]
+    _, hidden, layers, wide, narrow, own_head = min(
+        SHAPES, key=lambda shape: abs(shape[0] - params)
+    )
+    layer = [
+        (hidden, hidden),
+        (hidden,),
+        (narrow, hidden),
+        (narrow,),
+        (narrow, hidden),
+        (narrow,),
+        (hidden, hidden),
+    ]
     layer += [(wide, hidden), (wide, hidden), (hidden, wide), (hidden,), (hidden,)]
     shapes = [(VOCABULARY, hidden)] * (2 if own_head else 1) + layer * layers + [(hidden,)]
     return [nn.Parameter(torch.full(shape, 0.02, device=device)) for shape in shapes]

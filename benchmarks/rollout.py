@@ -27,7 +27,7 @@ from typing import Any
 import shapes
 import torch
 
-from eepo.rollout.packed import compile_packed
+from eepo.rollout.fused_linear import compile_packed
 from eepo.rollout.transformers import TransformersEngine
 from eepo.types import Prompt, Sampling
 
@@ -52,7 +52,13 @@ class Case:
             lengths = shapes.long_tail(int(count), args.mean, int(new))
         prompts = shapes.prompts(int(count) // args.samples, args.prompt)
         return cls(
-            kind, int(count), int(new), prompts, lengths, args.samples, int(repeats[0] if repeats else args.repeats)
+            kind,
+            int(count),
+            int(new),
+            prompts,
+            lengths,
+            args.samples,
+            int(repeats[0] if repeats else args.repeats),
         )
 
     def steps(self, rows: int) -> float:
@@ -73,7 +79,10 @@ def ours(model: Any, args: argparse.Namespace, cases: list[Case], compiled: bool
         return None
 
     def run(case: Case) -> int:
-        rows = ((case.prompts[place // case.samples].id, place % case.samples) for place in range(case.count))
+        rows = (
+            (case.prompts[place // case.samples].id, place % case.samples)
+            for place in range(case.count)
+        )
         engine.lengths = dict(zip(rows, case.lengths, strict=True))
         groups = engine.generate(case.prompts, case.samples, Sampling(1.0, case.new))
         return sum(len(one.token_ids) for group in groups for one in group)
@@ -97,7 +106,9 @@ def generate(model: Any, args: argparse.Namespace, cases: list[Case]) -> Sampler
     """`transformers`' own, batch after batch of `rows`."""
 
     def run(case: Case) -> int:
-        ids = torch.tensor([p.token_ids for p in case.prompts for _ in range(case.samples)], device=model.device)
+        ids = torch.tensor(
+            [p.token_ids for p in case.prompts for _ in range(case.samples)], device=model.device
+        )
         limits = torch.tensor(case.lengths, device=model.device)
         for start in range(0, len(ids), args.rows):
             some, own = ids[start : start + args.rows], limits[start : start + args.rows]
@@ -127,10 +138,16 @@ def vllm(model: Any, args: argparse.Namespace, cases: list[Case]) -> Sampler:
 
     def run(case: Case) -> int:
         engine.reset_prefix_cache()  # as after every push of weights
-        asked = [TokensPrompt(prompt_token_ids=list(p.token_ids)) for p in case.prompts for _ in range(case.samples)]
+        asked = [
+            TokensPrompt(prompt_token_ids=list(p.token_ids))
+            for p in case.prompts
+            for _ in range(case.samples)
+        ]
         options = {"temperature": 1.0, "ignore_eos": True, "logprobs": 0, "detokenize": False}
         params = [SamplingParams(max_tokens=length, **options) for length in case.lengths]
-        return sum(len(one.outputs[0].token_ids) for one in engine.generate(asked, params, use_tqdm=False))
+        return sum(
+            len(one.outputs[0].token_ids) for one in engine.generate(asked, params, use_tqdm=False)
+        )
 
     return run
 
@@ -144,11 +161,15 @@ PEERS: dict[str, Callable[..., Sampler | None]] = {
 }
 
 
-def floor_seconds(model: Any, args: argparse.Namespace, case: Case, matrix: float, copies: float) -> float:
+def floor_seconds(
+    model: Any, args: argparse.Namespace, case: Case, matrix: float, copies: float
+) -> float:
     """Of all decode steps, if every live row cost its matrix work and bytes, and the weights were read once a step."""
     parameters, shape = shapes.num_parameters(model), model.config
     head = shape.hidden_size // shape.num_attention_heads
-    cached = 4 * shape.num_hidden_layers * shape.num_key_value_heads * head  # bytes a token, in bf16
+    cached = (
+        4 * shape.num_hidden_layers * shape.num_key_value_heads * head
+    )  # bytes a token, in bf16
     tokens = sum(case.lengths)
     looked_back = sum(n * args.prompt + n * (n + 1) // 2 for n in case.lengths)
     logits = tokens * shape.vocab_size * 8  # fp32, written and read
@@ -156,7 +177,9 @@ def floor_seconds(model: Any, args: argparse.Namespace, case: Case, matrix: floa
     return tokens * 2 * parameters / matrix + moved / copies
 
 
-def measure(sampler: Sampler, case: Case, args: argparse.Namespace, floor: float, device: torch.device) -> list[str]:
+def measure(
+    sampler: Sampler, case: Case, args: argparse.Namespace, floor: float, device: torch.device
+) -> list[str]:
     """Tokens a second, ms a step, share of the floor, GB."""
     started = time.perf_counter()
     tokens = sampler(case)
@@ -165,11 +188,19 @@ def measure(sampler: Sampler, case: Case, args: argparse.Namespace, floor: float
     seconds = shapes.median_seconds(lambda: sampler(case), case.repeats, device, warm=0)
     memory = f"{torch.cuda.max_memory_allocated() / 1e9:.1f}" if device.type == "cuda" else ""
     per_step = 1000 * seconds / case.steps(args.rows)
-    return [f"{tokens / seconds:,.0f}", f"{per_step:.2f}", f"{100 * floor / seconds:.0f} %", memory, f"{first:.1f}"]
+    return [
+        f"{tokens / seconds:,.0f}",
+        f"{per_step:.2f}",
+        f"{100 * floor / seconds:.0f} %",
+        memory,
+        f"{first:.1f}",
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=shapes.SHAPES, default="0.5B")
     parser.add_argument("--cases", default="fixed:1024:256", help="as above, commas between")
     parser.add_argument("--rows", type=int, default=1024, help="live at a time")
@@ -177,8 +208,12 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128, help="tokens")
     parser.add_argument("--mean", type=float, default=208, help="of long-tailed lengths")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--peers", default="eepo;eepo, compiled;generate;vllm", help="semicolons between them")
-    parser.add_argument("--only-fixed", default="eepo, plain", help="peers that are left out of other cases")
+    parser.add_argument(
+        "--peers", default="eepo;eepo, compiled;generate;vllm", help="semicolons between them"
+    )
+    parser.add_argument(
+        "--only-fixed", default="eepo, plain", help="peers that are left out of other cases"
+    )
     parser.add_argument("--vllm-memory", type=float, default=0.5)
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -214,7 +249,11 @@ def _print_table(case: Case, rows: list[list[str]], args: argparse.Namespace, fl
     print(f"\n{args.shape}, {case.count} completions over {args.rows} rows, {args.prompt} + "
           f"{sum(case.lengths) / case.count:.0f} tokens ({case.kind}, at most {max(case.lengths)}), median of "
           f"{case.repeats}, floor {1000 * floor / case.steps(args.rows):.2f} ms")  # fmt: skip
-    print(shapes.table(["engine", "tokens/s", "ms a step", "share of the floor", "GB", "first call, s"], rows))
+    print(
+        shapes.table(
+            ["engine", "tokens/s", "ms a step", "share of the floor", "GB", "first call, s"], rows
+        )
+    )
     rates = {row[0]: float(row[1].replace(",", "")) for row in rows}
     best = max((rate for name, rate in rates.items() if name.startswith("eepo")), default=0.0)
     for name, rate in rates.items():

@@ -10,12 +10,18 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from eepo import memory
 from eepo.config import ModelConfig, RunConfig
-from eepo.rollout.paged import PagedEngine
+from eepo.model import memory
+from eepo.rollout.paged.engine import PagedEngine
 from eepo.types import Completion, Prompt, Sampling
 
-NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+NAMES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
 SHAPES = {  # Qwen2.5, and one to try the scripts with
     "tiny": dict(zip(NAMES, (64, 128, 2, 4, 2), strict=True)),
     "0.5B": dict(zip(NAMES, (896, 4864, 24, 14, 2), strict=True)),
@@ -46,13 +52,19 @@ class Forced(PagedEngine):
     """
 
     def __init__(
-        self, model: Any, max_rows: int, lengths: dict[tuple[str, int], int], training: ModelConfig | None = None
+        self,
+        model: Any,
+        max_rows: int,
+        lengths: dict[tuple[str, int], int],
+        training: ModelConfig | None = None,
     ) -> None:
         keep = None
         if model.device.type == "cuda":
             shape = memory.shape_of(model.config, num_parameters(model))
             config = RunConfig(model=training or ModelConfig(gradient_checkpointing=True))
-            keep = memory.spare(shape, config, torch.bfloat16, torch.cuda.mem_get_info(model.device)[1])
+            keep = memory.spare(
+                shape, config, torch.bfloat16, torch.cuda.mem_get_info(model.device)[1]
+            )
         super().__init__(model, NoTokenizer(), max_rows, keep_bytes=keep)
         self.ends.fill_(-1)
         self.lengths = lengths
@@ -106,7 +118,9 @@ def completion_of(length: int, seed: int) -> Completion:
     return Completion(tuple(ids), (-12.0,) * length, "", True, (11.0,) * length)
 
 
-def median_seconds(work: Callable[[], Any], repeats: int, device: torch.device, warm: int = 1) -> float:
+def median_seconds(
+    work: Callable[[], Any], repeats: int, device: torch.device, warm: int = 1
+) -> float:
     seconds = []
     for turn in range(warm + repeats):
         wait(device)
@@ -132,11 +146,22 @@ def matrix_rate(device: torch.device) -> float:
 
 def copy_rate(device: torch.device) -> float:
     """Bytes read and written a second, measured."""
-    source = torch.empty((1 << 31) if device.type == "cuda" else (1 << 24), dtype=torch.uint8, device=device)
+    source = torch.empty(
+        (1 << 31) if device.type == "cuda" else (1 << 24), dtype=torch.uint8, device=device
+    )
     target = torch.empty_like(source)
-    return 2 * source.numel() / median_seconds(lambda: [target.copy_(source) for _ in range(5)], 5, device) * 5
+    return (
+        2
+        * source.numel()
+        / median_seconds(lambda: [target.copy_(source) for _ in range(5)], 5, device)
+        * 5
+    )
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    lines = [list(map(str, head)), ["---"] * len(head), *([str(cell) for cell in row] for row in rows)]
+    lines = [
+        list(map(str, head)),
+        ["---"] * len(head),
+        *([str(cell) for cell in row] for row in rows),
+    ]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

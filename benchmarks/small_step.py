@@ -18,9 +18,9 @@ import shapes
 import torch
 
 from eepo import recipe
+from eepo.algorithm.metrics import StepMetrics
 from eepo.assemble import build_trainer
-from eepo.metrics import StepMetrics
-from eepo.progress import Progress
+from eepo.runs.progress import Progress
 from eepo.types import Sampling
 
 METHODS = {
@@ -35,27 +35,39 @@ METHODS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--prompts", type=int, default=32, help="in a step")
     parser.add_argument("--repeats", type=int, default=9)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    sizes = [f"training.prompts_per_step={args.prompts}", f"training.prompts_per_mini_batch={args.prompts // 2}"]
+    sizes = [
+        f"training.prompts_per_step={args.prompts}",
+        f"training.prompts_per_mini_batch={args.prompts // 2}",
+    ]
     with tempfile.TemporaryDirectory() as folder:
         trainers = {}
         for name, knobs in METHODS.items():
             config = recipe.load_run("countdown/grpo", [*knobs, *sizes, "model.device=cpu"])
-            trainers[name] = build_trainer(config, Path(folder) / str(len(trainers)), False, Progress())
+            trainers[name] = build_trainer(
+                config, Path(folder) / str(len(trainers)), False, Progress()
+            )
         seconds: dict[str, list[float]] = {name: [] for name in METHODS}
         for turn in range(args.repeats + 1):
             for name, trainer in trainers.items():
                 prompts = trainer.task.training_prompts(turn * args.prompts, args.prompts)
                 started = time.process_time()
-                trainer.algorithm.step(prompts, Sampling(1.0, 20, stream=str(turn)), StepMetrics(torch.device("cpu")))
+                trainer.algorithm.step(
+                    prompts, Sampling(1.0, 20, stream=str(turn)), StepMetrics(torch.device("cpu"))
+                )
                 if turn:  # the first one warms up
                     seconds[name].append(time.process_time() - started)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
-    rows = [[name, f"{median:.2f}", f"{median / medians['GRPO']:.2f}"] for name, median in medians.items()]
+    rows = [
+        [name, f"{median:.2f}", f"{median / medians['GRPO']:.2f}"]
+        for name, median in medians.items()
+    ]
     print(shapes.table(["", "CPU seconds a step", "to GRPO"], rows))
 
 

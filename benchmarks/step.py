@@ -26,12 +26,12 @@ import shapes
 import torch
 
 from eepo.algorithm import EEPO
-from eepo.compiled import compile_layers
+from eepo.algorithm.metrics import StepMetrics
 from eepo.config import AlgorithmConfig, ModelConfig
-from eepo.metrics import StepMetrics
-from eepo.optimizers import build_optimizer
-from eepo.policy import Policy
-from eepo.rollout.packed import compile_packed
+from eepo.model.compilation import compile_layers
+from eepo.model.optimizers import build_optimizer
+from eepo.model.policy import Policy
+from eepo.rollout.fused_linear import compile_packed
 from eepo.types import Prompt, Sampling, Verdict
 
 NUM_PROMPTS, MINI_BATCH, GROUP = 128, 64, 8
@@ -83,7 +83,10 @@ def ours(args: argparse.Namespace, device: torch.device, **options: Any) -> list
 
 
 def trl(
-    args: argparse.Namespace, device: torch.device, dtype: torch.dtype = torch.bfloat16, **knobs: Any
+    args: argparse.Namespace,
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+    **knobs: Any,
 ) -> list[dict[str, float]]:
     """Two optimizer steps for each generation, as ours; the time between the ends of such pairs. With `knobs`, EEPO."""
     from datasets import Dataset
@@ -101,7 +104,10 @@ def trl(
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<end>")
     lots = random.Random(0)
-    texts = [" ".join(f"w{lots.randrange(4000)}" for _ in range(args.prompt)) for _ in range(args.prompts)]
+    texts = [
+        " ".join(f"w{lots.randrange(4000)}" for _ in range(args.prompt))
+        for _ in range(args.prompts)
+    ]
     model = shapes.new_model(args.shape, dtype, device)
     folder = tempfile.mkdtemp()
     model.save_pretrained(folder)  # where the trainer finds the reference
@@ -139,7 +145,9 @@ def trl(
 PEERS: dict[str, Any] = {
     "grpo": lambda *given: ours(*given, num_stages=1),
     "eepo": lambda *given: ours(*given, num_stages=2, gate="always"),
-    "eepo, capped": lambda *given: ours(*given, num_stages=2, gate="always", unlearn_max_completions=128),
+    "eepo, capped": lambda *given: ours(
+        *given, num_stages=2, gate="always", unlearn_max_completions=128
+    ),
     "eepo, gate shut": lambda *given: ours(*given, num_stages=2, gate="token"),
     "trl": trl,
     "trl, fp32": lambda *given: trl(*given, torch.float32),
@@ -149,11 +157,17 @@ PEERS: dict[str, Any] = {
 
 def _lengths(args: argparse.Namespace) -> list[int]:
     count = args.prompts * GROUP
-    return [args.new] * count if args.lengths == "fixed" else shapes.long_tail(count, args.mean, args.new)
+    return (
+        [args.new] * count
+        if args.lengths == "fixed"
+        else shapes.long_tail(count, args.mean, args.new)
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=shapes.SHAPES, default="0.5B")
     parser.add_argument("--prompts", type=int, default=NUM_PROMPTS)
     parser.add_argument("--rows", type=int, default=1024, help="sampled at a time")
@@ -164,7 +178,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384, help="in a micro-batch")
     parser.add_argument("--head", type=int, default=2048)
     parser.add_argument("--trl-rows", type=int, default=16, help="in a micro-batch of TRL's")
-    parser.add_argument("--warm", type=int, default=2, help="steps first: a cache finds its size in two")
+    parser.add_argument(
+        "--warm", type=int, default=2, help="steps first: a cache finds its size in two"
+    )
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--peers", default="grpo;eepo;eepo, capped", help="semicolon between them")
@@ -182,7 +198,10 @@ def main() -> None:
         memory = f"{torch.cuda.max_memory_allocated() / 1e9:.0f}" if device.type == "cuda" else ""
         cells = ["" if one is None else f"{one:.2f}" for one in shown]
         table.append([name, *cells, f"{totals[name]:.2f}", ratio, memory])
-        print(f"  {dict(zip([*PHASES, 'step', 'to GRPO', 'GB'], table[-1][1:], strict=True))}", flush=True)
+        print(
+            f"  {dict(zip([*PHASES, 'step', 'to GRPO', 'GB'], table[-1][1:], strict=True))}",
+            flush=True,
+        )
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()

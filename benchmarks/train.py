@@ -21,12 +21,16 @@ import shapes
 import torch
 
 from eepo.algorithm import policy_loss, token_mean
-from eepo.compiled import compile_layers
-from eepo.policy import Policy
+from eepo.model.compilation import compile_layers
+from eepo.model.policy import Policy
 
 
 def ours(
-    model: Any, args: argparse.Namespace, compiled: bool = False, checkpointing: bool = False, group: int = 1
+    model: Any,
+    args: argparse.Namespace,
+    compiled: bool = False,
+    checkpointing: bool = False,
+    group: int = 1,
 ) -> Callable[[], None] | None:
     own = copy.deepcopy(model)
     if checkpointing:
@@ -36,15 +40,22 @@ def ours(
     if compiled and not compile_layers(own):
         return None
     number = args.micro_batches * args.tokens // args.length
-    asked = [prompt for prompt in shapes.prompts(-(-number // group), args.prompt) for _ in range(group)][:number]
-    pairs = [(prompt, shapes.completion_of(args.length - args.prompt, place)) for place, prompt in enumerate(asked)]
+    asked = [
+        prompt for prompt in shapes.prompts(-(-number // group), args.prompt) for _ in range(group)
+    ][:number]
+    pairs = [
+        (prompt, shapes.completion_of(args.length - args.prompt, place))
+        for place, prompt in enumerate(asked)
+    ]
     advantages = [1.0 if place % 2 else -1.0 for place in range(len(pairs))]
 
     def run() -> None:
         for batch in policy.micro_batches(pairs):
             scores = policy.score(batch, 1.0)
             sampled = batch.pad([completion.logprobs for _, completion in pairs])
-            loss = policy_loss(scores.logprobs, sampled, batch.pick(advantages), batch.mask, 0.2, 0.2)
+            loss = policy_loss(
+                scores.logprobs, sampled, batch.pick(advantages), batch.mask, 0.2, 0.2
+            )
             (loss - 1e-5 * token_mean(scores.entropies, batch.mask)).backward()
         own.zero_grad(set_to_none=True)
 
@@ -53,7 +64,9 @@ def ours(
 
 def plain(model: Any, args: argparse.Namespace) -> Callable[[], None]:
     own = copy.deepcopy(model)
-    ids = torch.randint(1000, 150000, (args.tokens // args.length, args.length), device=model.device)
+    ids = torch.randint(
+        1000, 150000, (args.tokens // args.length, args.length), device=model.device
+    )
 
     def run() -> None:
         for _ in range(args.micro_batches):
@@ -77,13 +90,19 @@ PEERS: dict[str, Callable[..., Any]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=shapes.SHAPES, default="0.5B")
     parser.add_argument("--tokens", type=int, default=10240, help="in a micro-batch")
     parser.add_argument("--micro-batches", type=int, default=4, help="whose gradients make a step")
     parser.add_argument("--length", type=int, default=640, help="of a row")
-    parser.add_argument("--prompt", type=int, default=128, help="of these: tokens that are not trained on")
-    parser.add_argument("--head", type=int, default=4096, help="positions whose logits exist at a time")
+    parser.add_argument(
+        "--prompt", type=int, default=128, help="of these: tokens that are not trained on"
+    )
+    parser.add_argument(
+        "--head", type=int, default=4096, help="positions whose logits exist at a time"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--peers", default=";".join(PEERS), help="semicolon between them")
     args = parser.parse_args()
@@ -107,13 +126,32 @@ def main() -> None:
         rate = args.micro_batches * args.tokens / seconds
         used = torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else float("nan")
         own = used - before / 1e9 if device.type == "cuda" else float("nan")
-        rows.append([name, f"{rate:,.0f}", f"{100 * rate * work_of_token / matrix:.0f} %", f"{used:.1f}", f"{own:.1f}"])
+        rows.append(
+            [
+                name,
+                f"{rate:,.0f}",
+                f"{100 * rate * work_of_token / matrix:.0f} %",
+                f"{used:.1f}",
+                f"{own:.1f}",
+            ]
+        )
         print(rows[-1], flush=True)
         del work
     print(f"\n{args.shape}, {args.micro_batches} x {args.tokens} tokens in rows of {args.length}, "
           f"median of {args.repeats}, "
           f"matrix rate {matrix / 1e12:.0f} TFLOP/s")  # fmt: skip
-    print(shapes.table(["what", "tokens/s", "share of the matrix rate", "GB at the peak", "GB over the weights"], rows))
+    print(
+        shapes.table(
+            [
+                "what",
+                "tokens/s",
+                "share of the matrix rate",
+                "GB at the peak",
+                "GB over the weights",
+            ],
+            rows,
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -31,7 +31,9 @@ def main(steps: int = 11, turns: int = 3) -> None:
             times[name].append(seconds(name, steps))
     grpo, eepo = ([statistics.median(turn) for turn in times[name]] for name in names)
     for name, turn in zip(names, (grpo, eepo), strict=True):
-        print(f"{name}: median seconds a step, turn by turn: {', '.join(f'{value:.3f}' for value in turn)}")
+        print(
+            f"{name}: median seconds a step, turn by turn: {', '.join(f'{value:.3f}' for value in turn)}"
+        )
     ratios = sorted(ours / theirs for ours, theirs in zip(eepo, grpo, strict=True))
     print(f"EEPO / GRPO: {statistics.median(ratios):.2f} [{ratios[0]:.2f}, {ratios[-1]:.2f}]")
 

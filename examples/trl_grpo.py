@@ -12,7 +12,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 from eepo.config import CountdownConfig
-from eepo.pretrained import resolve
+from eepo.model.loading import resolve
 from eepo.rewards.countdown import CountdownReward
 from eepo.tasks.countdown import Countdown
 from eepo.types import Prompt
@@ -24,10 +24,14 @@ folder, steps = (*sys.argv[1:], *("runs/trl", "20")[len(sys.argv) - 1 :])
 model = resolve("builtin:countdown")  # a folder; anywhere else a hub name
 tokenizer = AutoTokenizer.from_pretrained(model)
 problems = Countdown(CountdownConfig(), tokenizer).training_prompts(0, 1000)
-dataset = Dataset.from_list([{"prompt": problem.text, "answer": problem.answer} for problem in problems])
+dataset = Dataset.from_list(
+    [{"prompt": problem.text, "answer": problem.answer} for problem in problems]
+)
 
 
-def countdown(prompts: list[str], completions: list[str], answer: list[dict], **_: object) -> list[float]:
+def countdown(
+    prompts: list[str], completions: list[str], answer: list[dict], **_: object
+) -> list[float]:
     """1 where the expression uses each number once and hits the target."""
     asked = [Prompt("", text, (), given) for text, given in zip(prompts, answer, strict=True)]
     return [verdict.reward for verdict in CountdownReward().grade(asked, completions)]
@@ -50,6 +54,12 @@ args = GRPOConfig(
     use_cpu=True,
     bf16=False,
 )
-trainer = GRPOTrainer(model=model, reward_funcs=countdown, args=args, train_dataset=dataset, processing_class=tokenizer)
+trainer = GRPOTrainer(
+    model=model,
+    reward_funcs=countdown,
+    args=args,
+    train_dataset=dataset,
+    processing_class=tokenizer,
+)
 trainer.train()
 trainer.save_model()

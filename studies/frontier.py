@@ -14,14 +14,18 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from eepo.estimates import seed_interval
+from eepo.evaluation.estimates import seed_interval
 from eepo.reports.palette import STAGE_STYLES, looks
 from eepo.reports.panels import WIDTH, add_legend, method_lines, new_panels, styled
 
-Points = Mapping[str, Sequence[tuple[float, float]]]  # of a method or a value: mean and pass@k of each seed
+Points = Mapping[
+    str, Sequence[tuple[float, float]]
+]  # of a method or a value: mean and pass@k of each seed
 
 
-def frontier_figure(sets: Mapping[str, tuple[Mapping[str, Points], Points]], measure: str) -> Figure | None:
+def frontier_figure(
+    sets: Mapping[str, tuple[Mapping[str, Points], Points]], measure: str
+) -> Figure | None:
     """For each evaluation set: lines, what a method reaches with each value of its knob; and others as points.
 
     Lines are grey where they are what points are measured by, and coloured where there are only lines.
@@ -48,9 +52,13 @@ def frontier_figure(sets: Mapping[str, tuple[Mapping[str, Points], Points]], mea
                     marker=marker, markersize=3.5, linewidth=0.5, linestyle="none",
                 )  # fmt: skip
                 if len({*looks(reported).values()}) < len(reported):  # they repeat
-                    axes.annotate(method, (x, y), fontsize=4, xytext=(3, -3), textcoords="offset points")
+                    axes.annotate(
+                        method, (x, y), fontsize=4, xytext=(3, -3), textcoords="offset points"
+                    )
             axes.set(title=name.replace("_", " "), xlabel="mean", ylabel=measure)
-            axes.xaxis.set_major_locator(MaxNLocator(nbins=5))  # long numbers where methods hardly differ
+            axes.xaxis.set_major_locator(
+                MaxNLocator(nbins=5)
+            )  # long numbers where methods hardly differ
         add_legend(figure, [*method_lines(shown, markers=True), *lined.values()])
         return figure
 

@@ -11,7 +11,9 @@ from matplotlib.figure import Figure
 from eepo.reports.palette import looks
 from eepo.reports.panels import WIDTH, add_legend, label_steps, method_lines, new_panels, styled
 
-Lengths = Mapping[str, Mapping[int, Sequence[float]]]  # of each method: by number of steps, a measure of each seed
+Lengths = Mapping[
+    str, Mapping[int, Sequence[float]]
+]  # of each method: by number of steps, a measure of each seed
 
 
 def length_figure(measured: Mapping[str, Lengths]) -> Figure | None:

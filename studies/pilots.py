@@ -15,8 +15,8 @@ from typing import Any
 from plan import as_run
 from tables import MEASURES, row_of, table_of, title_of
 
-from eepo.reports import runs as records
-from eepo.runlog import read_lines
+from eepo.reports import records
+from eepo.runs.jsonl import read_records
 from eepo.types import UserError
 
 
@@ -24,7 +24,9 @@ def pilots(lines: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]], ag
     """Markdown: for each regime and set the difference of each method to `against`, on the seeds that both have."""
     parts = []
     for regime in dict.fromkeys(line["regime"] for line in lines):
-        base = [one for one in [*lines, *others] if one["regime"] == regime and title_of(one) == against]
+        base = [
+            one for one in [*lines, *others] if one["regime"] == regime and title_of(one) == against
+        ]
         seeds = {one["seed"] for one in base}
         own: dict[str, list[dict[str, Any]]] = {}
         for one in lines:
@@ -40,17 +42,23 @@ def pilots(lines: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]], ag
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("lines", type=Path)
-    parser.add_argument("--beside", type=Path, action="append", default=[], help="lines to compare with; repeatable")
-    parser.add_argument("--against", required=True, help="what differences are to, METHOD or 'METHOD VALUE'")
+    parser.add_argument(
+        "--beside", type=Path, action="append", default=[], help="lines to compare with; repeatable"
+    )
+    parser.add_argument(
+        "--against", required=True, help="what differences are to, METHOD or 'METHOD VALUE'"
+    )
     args = parser.parse_args()
     try:
         for path in (args.lines, *args.beside):
             if not path.is_file():
                 raise UserError(f"{path}: no such file of lines")
-        others = [line for path in args.beside for line in read_lines(path)]
-        print(pilots(list(read_lines(args.lines)), others, args.against))
+        others = [line for path in args.beside for line in read_records(path)]
+        print(pilots(list(read_records(args.lines)), others, args.against))
     except UserError as error:
         raise SystemExit(f"error: {error}") from error
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eepo.reports import runs as records
+from eepo.reports import records
 from eepo.reports.measures import value
-from eepo.runlog import read_lines
+from eepo.runs.jsonl import read_records
 from eepo.types import UserError
 
 TUNE, REPORT = "tune", "report"  # phases; a plan may have more that report, with seeds of their own
@@ -40,7 +40,9 @@ class Plan:
 
     tables: dict[str, Any]
     out: Path
-    chosen: dict[tuple[str, str], str] = field(default_factory=dict)  # by regime and method: what tuning found best
+    chosen: dict[tuple[str, str], str] = field(
+        default_factory=dict
+    )  # by regime and method: what tuning found best
 
     def __post_init__(self) -> None:
         """A comparison that cannot be made is refused before anything runs."""
@@ -48,20 +50,34 @@ class Plan:
         for name, method in methods.items():
             other = methods.get(method.get("against", name))
             if other is None:
-                raise UserError(f"{name}: against = {method['against']} is not a method; allowed: {', '.join(methods)}")
+                raise UserError(
+                    f"{name}: against = {method['against']} is not a method; allowed: {', '.join(methods)}"
+                )
             if "against" in method and not (method.get("every_value") and other.get("every_value")):
                 raise UserError(f"{name}: against = {method['against']} needs every_value in both")
-            if "weights" in method and "weights" in methods.get(wrong := method["weights"], {"weights": ""}):
+            if "weights" in method and "weights" in methods.get(
+                wrong := method["weights"], {"weights": ""}
+            ):
                 trained = ", ".join(own for own, other in methods.items() if "weights" not in other)
-                raise UserError(f"{name}: weights = {wrong} is not a method that trains; allowed: {trained}")
+                raise UserError(
+                    f"{name}: weights = {wrong} is not a method that trains; allowed: {trained}"
+                )
         for name, regime in self.tables["regimes"].items():
-            if strange := [own for own in regime.get("values", {}) if "values" not in methods.get(own, {})]:
+            if strange := [
+                own for own in regime.get("values", {}) if "values" not in methods.get(own, {})
+            ]:
                 tuned = [own for own, method in methods.items() if "values" in method]
-                raise UserError(f"{name}: values.{strange[0]} is not a tuned method; allowed: {', '.join(tuned)}")
+                raise UserError(
+                    f"{name}: values.{strange[0]} is not a tuned method; allowed: {', '.join(tuned)}"
+                )
 
     def command(self, run: Run, folder: Path) -> tuple[str, ...]:
         regime, method = self.tables["regimes"][run.regime], self.tables["methods"][run.method]
-        knobs = [*self.tables.get("set", []), *regime.get("set", []), *self.knobs(run.regime, run.method, run.value)]
+        knobs = [
+            *self.tables.get("set", []),
+            *regime.get("set", []),
+            *self.knobs(run.regime, run.method, run.value),
+        ]
         if source := self.source(run):
             knobs.append(f"model.path={folder.parents[2] / source.folder / FINAL}")
         sets = [part for knob in [*knobs, f"training.seed={run.seed}"] for part in ("--set", knob)]
@@ -81,10 +97,14 @@ class Plan:
         """Those of the methods below it, tuned, then its own."""
         method = self.tables["methods"][name]
         bases = [method["weights"]] if "weights" in method else method.get("base", [])
-        below = [knob for base in bases for knob in self.knobs(regime, base, self.value(regime, base))]
+        below = [
+            knob for base in bases for knob in self.knobs(regime, base, self.value(regime, base))
+        ]
         untrained = [f"{STEPS}0"] if "weights" in method else []
         own = [f"{method['tune']}={value}"] if value else []
-        shares = [f"{knob}={total // int(value)}" for knob, total in method.get("shares", {}).items()]
+        shares = [
+            f"{knob}={total // int(value)}" for knob, total in method.get("shares", {}).items()
+        ]
         return [*below, *untrained, *method.get("set", []), *own, *shares]
 
     def methods(self, regime: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -100,7 +120,10 @@ class Plan:
             for regime in regimes or self.tables["regimes"]:
                 for name, _ in self.methods(regime):
                     if not methods or name in methods:
-                        found += [Run(regime, name, value, seed) for value in self.values(phase, regime, name)]
+                        found += [
+                            Run(regime, name, value, seed)
+                            for value in self.values(phase, regime, name)
+                        ]
         return found
 
     def check(self, regimes: Sequence[str], methods: Sequence[str], phase: str = REPORT) -> None:
@@ -108,11 +131,16 @@ class Plan:
         for table, asked in {"regimes": regimes, "methods": methods, "seeds": [phase]}.items():
             known = self.tables[table]
             if strange := set(asked) - set(known):
-                raise UserError(f"{', '.join(sorted(strange))} is not in the plan; allowed: {', '.join(known)}")
+                raise UserError(
+                    f"{', '.join(sorted(strange))} is not in the plan; allowed: {', '.join(known)}"
+                )
 
     def values(self, phase: str, regime: str, name: str) -> list[str]:
         """Of the knob that a method is tuned over: those that this phase runs."""
-        method, here = self.tables["methods"][name], self.tables["regimes"][regime].get("values", {})
+        method, here = (
+            self.tables["methods"][name],
+            self.tables["regimes"][regime].get("values", {}),
+        )
         every = [str(value) for value in here.get(name, method.get("values", []))]
         if method.get("every_value"):
             return [] if phase == TUNE else every
@@ -126,7 +154,9 @@ class Plan:
         """Of the run that wrote it; 0 if the plan leaves it to the recipe."""
         regime = self.tables["regimes"][line["regime"]]
         knobs = [*self.tables.get("set", []), *regime.get("set", []), *line["knobs"]]
-        return next((int(knob.removeprefix(STEPS)) for knob in reversed(knobs) if knob.startswith(STEPS)), 0)
+        return next(
+            (int(knob.removeprefix(STEPS)) for knob in reversed(knobs) if knob.startswith(STEPS)), 0
+        )
 
     def _holds(self, phase: str, line: dict[str, Any]) -> bool:
         regime, name, value = line["regime"], line["method"], line["value"]
@@ -136,7 +166,7 @@ class Plan:
 
     def lines(self, phase: str) -> list[dict[str, Any]]:
         path = self.out / f"{phase}.jsonl"
-        return list(read_lines(path)) if path.exists() else []
+        return list(read_records(path)) if path.exists() else []
 
     def value(self, regime: str, name: str) -> str:
         """Of the knob that is tuned: the one whose tuning runs are best, by its measures; "" without one."""
@@ -155,7 +185,9 @@ class Plan:
             if here and line.get("knobs") == self.knobs(regime, name, line["value"]):
                 scores.setdefault(line["value"], []).append(objective(line, measures))
         if not scores:
-            raise UserError(f"{regime}, {name}: nothing is tuned yet; run --phase tune --method {name} first")
+            raise UserError(
+                f"{regime}, {name}: nothing is tuned yet; run --phase tune --method {name} first"
+            )
         return max(scores, key=lambda value: statistics.mean(scores[value]))
 
 
@@ -166,7 +198,9 @@ def objective(line: dict[str, Any], names: Sequence[str]) -> float:
 
 def final(line: dict[str, Any], where: str, measure: str) -> float:
     run = as_run(line)
-    row = run.full_evaluation(where) or run.start_evaluation(where)  # the start is all there is of weights of others
+    row = run.full_evaluation(where) or run.start_evaluation(
+        where
+    )  # the start is all there is of weights of others
     found = value(row, measure) if row else None
     if found is None:
         raise UserError(f"{where} has no {measure}")
@@ -176,5 +210,14 @@ def final(line: dict[str, Any], where: str, measure: str) -> float:
 def as_run(line: dict[str, Any]) -> records.Run:
     """A run as reports know it."""
     return records.Run(
-        Path(line["regime"]), line["method"], line["seed"], {}, {}, line["metrics"], line["evaluations"], [], [], 0
+        Path(line["regime"]),
+        line["method"],
+        line["seed"],
+        {},
+        {},
+        line["metrics"],
+        line["evaluations"],
+        [],
+        [],
+        0,
     )

@@ -37,18 +37,19 @@ from plan import FINAL, REPORT, STEPS, TUNE, Plan, Run, as_run, final
 from tables import tables
 from warm import WarmStarter
 
-from eepo.processes import Job, run_jobs, why_ended
-from eepo.progress import Progress
+from eepo.experiments.processes import Job, run_jobs, why_ended
+from eepo.experiments.sweep import job_environment
 from eepo.recipe import read_toml
-from eepo.reports import runs as records
+from eepo.reports import records
+from eepo.reports.figure_list import image_bytes
 from eepo.reports.figures import exploration_figure, pass_at_k_figure
-from eepo.reports.pictures import image_bytes
-from eepo.runlog import EVALUATIONS, METRICS, read_lines
-from eepo.sweep import job_environment
+from eepo.runs.jsonl import read_records
+from eepo.runs.progress import Progress
+from eepo.runs.runlog import EVALUATIONS, METRICS
 from eepo.types import UserError
 
 KEPT = ("step", "entropy", "reward", "stage1/entropy", "stage2/entropy", "stage1/reward", "stage2/reward",
-        "stage1/length", "stage2/length", "unlearn/kl", "unlearn/lr", "gate_share", "missed_share", "rescued_share",
+        "stage1/length", "stage2/length", "unlearn/kl", "unlearn/lr", "gate_share", "missed_share", "second_half_recovery",
         "mismatch_kl", "stage1/clip_share", "stage2/clip_share", "seconds/total", "memory/peak",
         "memory/held")  # fmt: skip
 MOST_ROWS = 30  # of a run's metrics
@@ -59,12 +60,12 @@ LENGTHS = "mean", "pass@32"
 
 def line_of(run: Run, folder: Path) -> dict[str, Any]:
     """What a finished run says: its evaluations without their problems, and its metrics in rows, each a mean."""
-    metrics = list(read_lines(folder / METRICS))
+    metrics = list(read_records(folder / METRICS))
     every = max(1, -(-len(metrics) // MOST_ROWS))
     kept = [_mean_row(metrics[first : first + every]) for first in range(0, len(metrics), every)]
     evaluations = [
         {name: _short(one) for name, one in row.items() if name != "problems"}
-        for row in read_lines(folder / EVALUATIONS)
+        for row in read_records(folder / EVALUATIONS)
         if row["kind"] == "full"
     ]
     seconds = sum(row["seconds/total"] for row in metrics)
@@ -85,9 +86,13 @@ def _short(found: Any) -> Any:
     return float(f"{found:.4g}") if isinstance(found, float) else found
 
 
-def run(plan: Plan, phase: str, num_jobs: int, regimes: Sequence[str], methods: Sequence[str]) -> None:
+def run(
+    plan: Plan, phase: str, num_jobs: int, regimes: Sequence[str], methods: Sequence[str]
+) -> None:
     """What trains comes first, then what evaluates its weights."""
-    done = {(line["regime"], line["method"], line["value"], line["seed"]) for line in plan.done(phase)}
+    done = {
+        (line["regime"], line["method"], line["value"], line["seed"]) for line in plan.done(phase)
+    }
     left = [one for one in plan.runs(phase, regimes, methods) if one.key not in done]
     for trains in (True, False):
         if some := [one for one in left if (plan.source(one) is None) == trains]:
@@ -98,7 +103,10 @@ def _run_all(plan: Plan, phase: str, num_jobs: int, runs: Sequence[Run]) -> None
     record = plan.out / f"{phase}.jsonl"
     waiting = {str(one.folder): one for one in runs}
     folders = {title: plan.out / phase / title for title in waiting}
-    jobs = [Job(title, plan.command(one, folders[title]), folders[title] / "log.txt") for title, one in waiting.items()]
+    jobs = [
+        Job(title, plan.command(one, folders[title]), folders[title] / "log.txt")
+        for title, one in waiting.items()
+    ]
     progress, failed = Progress(), 0
     with progress.bar(f"{phase}, {num_jobs} at a time", len(jobs), 0) as bar:
 
@@ -113,7 +121,9 @@ def _run_all(plan: Plan, phase: str, num_jobs: int, runs: Sequence[Run]) -> None
                     knobs = {"knobs": plan.knobs(one.regime, one.method, one.value)}
                     file.write(json.dumps(line_of(one, job.log.parent) | knobs) + "\n")
                 kept = FINAL if plan.is_source(one) else ""
-                for weights in {*WEIGHTS} - {kept}:  # hundreds of runs of a larger model would fill a disk
+                for weights in {*WEIGHTS} - {
+                    kept
+                }:  # hundreds of runs of a larger model would fill a disk
                     shutil.rmtree(job.log.parent / weights, ignore_errors=True)
             bar.advance()
 
@@ -136,11 +146,17 @@ def figures(
 ) -> None:
     """Up to five for each regime, named after study and regime; or only those `names`."""
     into.mkdir(parents=True, exist_ok=True)
-    lined = {name: method for name, method in plan.tables["methods"].items() if method.get("every_value")}
+    lined = {
+        name: method for name, method in plan.tables["methods"].items() if method.get("every_value")
+    }
     always = {name for name, method in lined.items() if "weights" not in method}
-    found = [line for line in plan.done(*phases) if not methods or line["method"] in {*methods, *always}]
+    found = [
+        line for line in plan.done(*phases) if not methods or line["method"] in {*methods, *always}
+    ]
     order = list(plan.tables["methods"])
-    found.sort(key=lambda line: order.index(line["method"]))  # legends as the plan has them, not as runs ended
+    found.sort(
+        key=lambda line: order.index(line["method"])
+    )  # legends as the plan has them, not as runs ended
     for regime in regimes or plan.tables["regimes"]:
         here = [line for line in found if line["regime"] == regime]
         drawn = Drawn(
@@ -180,7 +196,9 @@ def _frontiers(
     def of(some: Iterable[dict[str, Any]], name: str, where: str) -> Points:
         found: dict[str, list[tuple[float, float]]] = {}
         for one in some:
-            found.setdefault(one[name], []).append((final(one, where, "mean"), final(one, where, FRONTIER)))
+            found.setdefault(one[name], []).append(
+                (final(one, where, "mean"), final(one, where, FRONTIER))
+            )
         return found
 
     def along(name: str, where: str) -> Points:
@@ -190,7 +208,10 @@ def _frontiers(
     sets = records.evaluation_sets([as_run(one) for one in [*points, *line]])
     titles = {one["method"]: named[one["method"]].get("weights", one["method"]) for one in line}
     return {
-        where: ({title: along(name, where) for name, title in titles.items()}, of(points, "method", where))
+        where: (
+            {title: along(name, where) for name, title in titles.items()},
+            of(points, "method", where),
+        )
         for where in sets
     }
 
@@ -225,7 +246,9 @@ FIGURES: dict[str, Callable[[Drawn], Figure | None]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("action", choices=("run", "list", "tables", "figures"))
     parser.add_argument("plan", type=Path)
     parser.add_argument("--out", type=Path, required=True)
@@ -236,9 +259,15 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--regime", action="append", default=[], help="only this one; repeatable")
     parser.add_argument("--method", action="append", default=[], help="only this one; repeatable")
-    parser.add_argument("--against", default="", help="of tables: what differences are to, METHOD or 'METHOD VALUE'")
-    parser.add_argument("--figure", action="append", default=[], choices=FIGURES, help="only this one; repeatable")
-    parser.add_argument("--into", type=Path, default=Path("docs/results/figures"), help="where figures go")
+    parser.add_argument(
+        "--against", default="", help="of tables: what differences are to, METHOD or 'METHOD VALUE'"
+    )
+    parser.add_argument(
+        "--figure", action="append", default=[], choices=FIGURES, help="only this one; repeatable"
+    )
+    parser.add_argument(
+        "--into", type=Path, default=Path("docs/results/figures"), help="where figures go"
+    )
     args = parser.parse_args()
     try:
         if args.jobs < 1:

@@ -8,14 +8,14 @@ from typing import Any
 
 from plan import REPORT, Plan, as_run, final
 
-from eepo.estimates import seed_interval
-from eepo.reports import runs as records
+from eepo.evaluation.estimates import seed_interval
+from eepo.reports import records
 from eepo.types import UserError
 
 MEASURES = ("mean", "greedy", "pass@8", "pass@32", "distinct")
 TOLD = {"entropy": "entropy", "stage1/entropy": "of stage 1", "stage2/entropy": "of stage 2", "reward": "reward",
         "stage1/reward": "of stage 1", "stage2/reward": "of stage 2", "unlearn/kl": "KL", "unlearn/lr": "η",
-        "gate_share": "gated", "missed_share": "missed", "rescued_share": "rescued", "seconds": "seconds"}  # fmt: skip
+        "gate_share": "gated", "missed_share": "missed", "second_half_recovery": "rescued", "seconds": "seconds"}  # fmt: skip
 
 
 def tables(
@@ -41,14 +41,22 @@ def tables(
         if not methods:
             continue
         first = next(iter(methods))
-        chosen = next((title for title, own in methods.items() if against in (title, own[0]["method"])), "")
+        chosen = next(
+            (title for title, own in methods.items() if against in (title, own[0]["method"])), ""
+        )
         if against and not chosen:
             continue
-        shown = {title: own for title, own in methods.items() if not names or own[0]["method"] in names}
+        shown = {
+            title: own for title, own in methods.items() if not names or own[0]["method"] in names
+        }
         told = _told(here)
-        rows = [_training_row(own, told) for own in shown.values() if own[0]["metrics"]]  # which evaluations lack
+        rows = [
+            _training_row(own, told) for own in shown.values() if own[0]["metrics"]
+        ]  # which evaluations lack
         if rows:
-            parts.append(table_of(f"{regime}, training", ["", "seeds", *map(TOLD.__getitem__, told)], rows))
+            parts.append(
+                table_of(f"{regime}, training", ["", "seeds", *map(TOLD.__getitem__, told)], rows)
+            )
         for where in records.evaluation_sets([as_run(line) for line in here]):
             rows = []
             for own in shown.values():
@@ -59,14 +67,17 @@ def tables(
     return "\n\n".join(parts) + "\n"
 
 
-def _by_method(plan: Plan, regime: str, here: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def _by_method(
+    plan: Plan, regime: str, here: Sequence[dict[str, Any]]
+) -> dict[str, list[dict[str, Any]]]:
     """By title, in the plan's order of methods and of their values."""
     reported = {line["method"] for line in here}
     found: dict[str, list[dict[str, Any]]] = {}
     for name in (name for name, _ in plan.methods(regime) if name in reported):
         order = plan.values(REPORT, regime, name)
         for line in sorted(
-            (line for line in here if line["method"] == name), key=lambda one: order.index(one["value"])
+            (line for line in here if line["method"] == name),
+            key=lambda one: order.index(one["value"]),
         ):
             found.setdefault(title_of(line), []).append(line)
     return found
@@ -79,7 +90,9 @@ def _other(plan: Plan, line: dict[str, Any]) -> str:
 
 
 def table_of(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return f"### {title}\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+    return f"### {title}\n\n" + "\n".join(
+        f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)
+    )
 
 
 def title_of(line: dict[str, Any]) -> str:
@@ -100,13 +113,18 @@ def _training_row(own: Sequence[dict[str, Any]], told: Sequence[str]) -> list[st
             cells.append(f"{statistics.mean(line['seconds'] for line in own):.0f}")
             continue
         late = [
-            row[name] for line in own for row in line["metrics"][-max(1, len(line["metrics"]) // 3) :] if name in row
+            row[name]
+            for line in own
+            for row in line["metrics"][-max(1, len(line["metrics"]) // 3) :]
+            if name in row
         ]
         cells.append(f"{statistics.mean(late):.3g}" if late else "")
     return cells
 
 
-def row_of(base: Sequence[dict[str, Any]], own: Sequence[dict[str, Any]], where: str, note: str) -> list[str]:
+def row_of(
+    base: Sequence[dict[str, Any]], own: Sequence[dict[str, Any]], where: str, note: str
+) -> list[str]:
     """Of each measure the mean over seeds, and the difference to `base`, paired by seed; bold where it is not 0."""
     cells = [title_of(own[0]) + note]
     for measure in MEASURES:

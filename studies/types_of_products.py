@@ -16,9 +16,9 @@ from matplotlib.figure import Figure
 from plan import TUNE, Plan
 
 from eepo.recipe import read_toml
+from eepo.reports.figure_list import image_bytes
 from eepo.reports.palette import looks
 from eepo.reports.panels import WIDTH, add_legend, label_steps, method_lines, new_panels, styled
-from eepo.reports.pictures import image_bytes
 
 ROOT = Path(__file__).parent.parent
 TYPES = {  # by what is shown: the plan, and its regime
@@ -31,9 +31,16 @@ RATES = ("2e-6", "4e-6", "8e-6")
 
 def rewards(plan: str, regime: str, rate: str) -> list[tuple[int, float]]:
     """Step by step, of the one run that tuned this rate; nothing if it was not tried."""
-    lines = Plan(read_toml(ROOT / "studies" / f"{plan}.toml"), ROOT / "docs" / "results" / plan).lines(TUNE)
+    lines = Plan(
+        read_toml(ROOT / "studies" / f"{plan}.toml"), ROOT / "docs" / "results" / plan
+    ).lines(TUNE)
     rows: list[dict[str, Any]] = next(
-        (one["metrics"] for one in lines if (one["regime"], one["method"], one["value"]) == (regime, "grpo", rate)), []
+        (
+            one["metrics"]
+            for one in lines
+            if (one["regime"], one["method"], one["value"]) == (regime, "grpo", rate)
+        ),
+        [],
     )
     return [(row["step"], row["reward"]) for row in rows]
 
@@ -54,7 +61,9 @@ def types_figure(_runs: Sequence[object]) -> Figure:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--into", type=Path, required=True)
     into: Path = parser.parse_args().into
     into.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.process import BaseProcess
 
 from eepo.cli import main
-from eepo.processes import Job
+from eepo.experiments.processes import Job
 
 
 class WarmStarter:
@@ -21,7 +21,9 @@ class WarmStarter:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["eepo.assemble"])
 
-    def __call__(self, job: Job, environment: Mapping[str, str], held_open: Sequence[int]) -> Forked:
+    def __call__(
+        self, job: Job, environment: Mapping[str, str], held_open: Sequence[int]
+    ) -> Forked:
         job.log.parent.mkdir(parents=True, exist_ok=True)
         job.log.write_bytes(b"")  # one that dies at once has a log, too
         process = self._context.Process(target=_run, args=(job,))

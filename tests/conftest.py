@@ -17,8 +17,8 @@ from hypothesis import settings
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from eepo import pretrained
 from eepo.config import CountdownConfig, ModelConfig
+from eepo.model import loading
 from eepo.tasks.countdown import Countdown, build_tokenizer
 from eepo.types import Completion, Prompt
 
@@ -88,7 +88,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def demo_model() -> Any:
     """The built-in policy, shared: copy it before changing it."""
-    return pretrained.load_model(ModelConfig(), CPU)
+    return loading.load_model(ModelConfig(), CPU)
 
 
 @pytest.fixture
@@ -123,9 +123,15 @@ def ragged_pairs(tokenizer: Any) -> Callable[..., list[tuple[Prompt, Completion]
 def plain_scores() -> Callable[..., PlainScores]:
     """One row, no padding, whole logits: what any cleverer way to score must equal."""
 
-    def score(model: Any, prompt: Prompt, completion: Completion, temperature: float = 1.0) -> PlainScores:
+    def score(
+        model: Any, prompt: Prompt, completion: Completion, temperature: float = 1.0
+    ) -> PlainScores:
         ids = torch.tensor([prompt.token_ids + completion.token_ids])
-        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].double()
+        logits = (
+            model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+            .logits[0]
+            .double()
+        )
         logits = logits[len(prompt.token_ids) - 1 : -1] / temperature
         columns: list[list[Tensor]] = [[], [], []]
         for row, token in zip(logits, completion.token_ids, strict=True):

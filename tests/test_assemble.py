@@ -12,18 +12,27 @@ import torch
 from rich.console import Console
 
 from eepo import assemble
+from eepo.algorithm.metrics import StepMetrics
 from eepo.assemble import build_trainer, check_length
-from eepo.config import AlgorithmConfig, CountdownConfig, ModelConfig, RolloutConfig, RunConfig, TrainingConfig
-from eepo.metrics import StepMetrics
-from eepo.policy import Policy
-from eepo.progress import Progress
+from eepo.config import (
+    AlgorithmConfig,
+    CountdownConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainingConfig,
+)
+from eepo.model.policy import Policy
+from eepo.runs.progress import Progress
 from eepo.trainer import Trainer
 from eepo.types import Prompt, Sampling, UserError
 
 TINY = RunConfig(
     task=CountdownConfig(num_evaluation=2),
     algorithm=AlgorithmConfig(group_size=4, max_new_tokens=12, kl_coef=0.0),
-    training=TrainingConfig(num_steps=1, prompts_per_step=4, prompts_per_mini_batch=4, learning_rate=1e-4),
+    training=TrainingConfig(
+        num_steps=1, prompts_per_step=4, prompts_per_mini_batch=4, learning_rate=1e-4
+    ),
 )
 
 
@@ -33,7 +42,9 @@ def build(config: RunConfig, out: Path) -> Trainer:
 
 def test_an_engine_in_bfloat16_rounds_weights_but_not_rotary_frequencies(tmp_path: Path) -> None:
     """Rounded frequencies turn by radians within a thousand tokens: θ′ would be another model than θ."""
-    trainer = build(dataclasses.replace(TINY, rollout=RolloutConfig(dtype="bfloat16")), tmp_path / "run")
+    trainer = build(
+        dataclasses.replace(TINY, rollout=RolloutConfig(dtype="bfloat16")), tmp_path / "run"
+    )
     engine = trainer.algorithm.engine
     assert engine.dtype == torch.bfloat16
     frequencies = dict(engine.model.named_buffers())["model.rotary_emb.inv_freq"]
@@ -42,7 +53,9 @@ def test_an_engine_in_bfloat16_rounds_weights_but_not_rotary_frequencies(tmp_pat
     assert torch.equal(frequencies, own)
 
 
-def test_a_gradient_that_is_not_a_number_stops_the_run_before_it_reaches_the_weights(tmp_path: Path) -> None:
+def test_a_gradient_that_is_not_a_number_stops_the_run_before_it_reaches_the_weights(
+    tmp_path: Path,
+) -> None:
     algorithm = build(TINY, tmp_path / "run").algorithm
     before = {name: weight.clone() for name, weight in algorithm.policy.named_weights()}
     prompts = build(TINY, tmp_path / "other").task.training_prompts(0, 4)
@@ -57,7 +70,9 @@ def test_a_gradient_that_is_not_a_number_stops_the_run_before_it_reaches_the_wei
     algorithm.policy.score = broken  # type: ignore[method-assign]
     with pytest.raises(UserError, match="gradient is nan"):
         algorithm.step(prompts, Sampling(1.0, 12), StepMetrics())
-    assert all(torch.equal(weight, before[name]) for name, weight in algorithm.policy.named_weights())
+    assert all(
+        torch.equal(weight, before[name]) for name, weight in algorithm.policy.named_weights()
+    )
 
 
 def test_a_prompt_that_the_tokenizer_does_not_know_is_refused(tmp_path: Path) -> None:
@@ -66,9 +81,13 @@ def test_a_prompt_that_the_tokenizer_does_not_know_is_refused(tmp_path: Path) ->
         build(dataclasses.replace(TINY, task=far), tmp_path / "run")
 
 
-def test_prompts_and_completions_longer_than_the_model_has_positions_are_refused(tmp_path: Path) -> None:
+def test_prompts_and_completions_longer_than_the_model_has_positions_are_refused(
+    tmp_path: Path,
+) -> None:
     def asked(number: int) -> Any:
-        return dataclasses.replace(TINY, algorithm=dataclasses.replace(TINY.algorithm, max_new_tokens=number))
+        return dataclasses.replace(
+            TINY, algorithm=dataclasses.replace(TINY.algorithm, max_new_tokens=number)
+        )
 
     with pytest.raises(UserError) as refused:
         build(asked(127), tmp_path / "run")
@@ -83,7 +102,9 @@ def test_prompts_and_completions_longer_than_the_model_has_positions_are_refused
 
 def test_a_prompt_that_leaves_no_room_is_told_to_be_shorter(new_model: Any) -> None:
     model = new_model("llama", max_position_embeddings=8)
-    with pytest.raises(UserError, match=r"tokens is more than the model's 8 positions; give shorter prompts$"):
+    with pytest.raises(
+        UserError, match=r"tokens is more than the model's 8 positions; give shorter prompts$"
+    ):
         check_length(model, [Prompt("", "", (5,) * 8)], "--max-new-tokens", 1)
 
 
@@ -107,7 +128,9 @@ def test_the_engine_is_copied_before_the_policy_packs_its_model(
     assert not engine.model.get_input_embeddings()._forward_hooks
     row = StepMetrics()
     trainer.algorithm.step(
-        trainer.task.training_prompts(0, 4), Sampling(temperature=1.0, max_new_tokens=12, stream="train/0"), row
+        trainer.task.training_prompts(0, 4),
+        Sampling(temperature=1.0, max_new_tokens=12, stream="train/0"),
+        row,
     )
     assert row.result()["stage1/ratio_max"] == pytest.approx(1.0, abs=1e-4)
 
@@ -116,5 +139,7 @@ def test_a_cache_may_stay_where_the_policy_s_training_leaves_room(demo_model: An
     config = RunConfig()
     assert assemble._room_for_cache(demo_model, config, 0) == 0
     room = assemble._room_for_cache(demo_model, config, 64 << 30)
-    larger = dataclasses.replace(config, model=dataclasses.replace(config.model, micro_batch_tokens=65536))
+    larger = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, micro_batch_tokens=65536)
+    )
     assert 0 < assemble._room_for_cache(demo_model, larger, 64 << 30) < room < 64 << 30

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
-SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py") if "argparse" in path.read_text(encoding="utf-8"))
+SCRIPTS = sorted(
+    path.name for path in FOLDER.glob("*.py") if "argparse" in path.read_text(encoding="utf-8")
+)
 
 
 def run(name: str, arguments: list[str], monkeypatch: Any) -> None:
@@ -31,22 +33,47 @@ def test_each_says_how_it_is_used(name: str, monkeypatch: Any, capsys: Any) -> N
     assert "usage:" in capsys.readouterr().out
 
 
-def test_a_rollout_benchmark_compares_engines_on_forced_lengths(monkeypatch: Any, capsys: Any) -> None:
-    cases = ["--shape", "tiny", "--rows", "4", "--cases", "fixed:4:2,longtail:8:6", "--mean", "3", "--prompt", "5"]
-    run("rollout.py", [*cases, "--samples", "2", "--peers", "eepo;generate", "--repeats", "1"], monkeypatch)
+def test_a_rollout_benchmark_compares_engines_on_forced_lengths(
+    monkeypatch: Any, capsys: Any
+) -> None:
+    cases = [
+        "--shape",
+        "tiny",
+        "--rows",
+        "4",
+        "--cases",
+        "fixed:4:2,longtail:8:6",
+        "--mean",
+        "3",
+        "--prompt",
+        "5",
+    ]
+    run(
+        "rollout.py",
+        [*cases, "--samples", "2", "--peers", "eepo;generate", "--repeats", "1"],
+        monkeypatch,
+    )
     printed = capsys.readouterr().out
     assert printed.count("| eepo |") == printed.count("| generate |") == 2
     assert printed.count("times generate") == 2
 
 
-def test_a_benchmark_of_few_rows_adds_up_products_and_profiles_a_step(monkeypatch: Any, capsys: Any) -> None:
+def test_a_benchmark_of_few_rows_adds_up_products_and_profiles_a_step(
+    monkeypatch: Any, capsys: Any
+) -> None:
     run("few_rows.py", ["--shapes", "tiny", "--rows", "2,4", "--draws", "1"], monkeypatch)
     printed = capsys.readouterr().out
     assert printed.count("| gate+up |") == printed.count("| head |") == 2
     assert "| rows | torch | packed |" in printed
-    run("few_rows.py", ["--attention", "tiny", "--contexts", "2:70", "--ways", "256:16:4:3,512:16:4:3"], monkeypatch)
+    run(
+        "few_rows.py",
+        ["--attention", "tiny", "--contexts", "2:70", "--ways", "256:16:4:3,512:16:4:3"],
+        monkeypatch,
+    )
     assert "| rows | tokens | 256:16:4:3 | 512:16:4:3 |" in capsys.readouterr().out
-    run("few_rows.py", ["--profile", "tiny", "--length", "70", "--profile-rows", "2,3"], monkeypatch)
+    run(
+        "few_rows.py", ["--profile", "tiny", "--length", "70", "--profile-rows", "2,3"], monkeypatch
+    )
     printed = capsys.readouterr().out
     assert "tiny, 2 rows of 70 tokens, not compiled" in printed
     assert "tiny, 3 rows of 70 tokens" in printed

@@ -13,7 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from eepo import __version__, cli, recipe
-from eepo.runlog import EVALUATIONS, METRICS, read_lines
+from eepo.runs.jsonl import read_records
+from eepo.runs.runlog import EVALUATIONS, METRICS
 
 TINY = (
     "training.num_steps=1", "training.prompts_per_step=2", "training.prompts_per_mini_batch=2",
@@ -54,7 +55,9 @@ def eepo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
 
 
 def help_of(*arguments: str) -> str:
-    result = CliRunner().invoke(cli.app, [*arguments, "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
+    result = CliRunner().invoke(
+        cli.app, [*arguments, "--help"], env={"COLUMNS": "200", "TERM": "dumb"}
+    )
     assert result.exit_code == 0
     return re.sub(r"\x1b\[[0-9;]*m", "", result.output)
 
@@ -71,7 +74,10 @@ def test_help_names_every_command() -> None:
         ("warmup", ["RECIPE", "--out", "--set", "--resume"]),
         ("train", ["RECIPE", "--out", "--set", "--resume"]),
         ("compare", ["RECIPES", "--out", "--seeds", "--set", "--equal-time"]),
-        ("sweep", ["RECIPE", "--grid", "--out", "--seeds", "--set", "--jobs", "--measure", "--line"]),
+        (
+            "sweep",
+            ["RECIPE", "--grid", "--out", "--seeds", "--set", "--jobs", "--measure", "--line"],
+        ),
         ("hyper", ["SWEEPS", "--out", "--measure", "--line"]),
         ("report", ["RUNS", "--out"]),
         ("grade", ["FILE", "--out", "--reward", "--workers"]),
@@ -94,7 +100,9 @@ def test_help_does_not_wait_for_torch() -> None:
         "except SystemExit: pass\n"
         "print('TORCH' if 'torch' in sys.modules else 'QUICK')"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert ran.stdout.splitlines()[-1] == "QUICK"
 
 
@@ -142,18 +150,39 @@ def train(folder: Path, *overrides: str) -> list[object]:
 
 
 MISTAKES = {
-    "unknown recipe": (lambda f: ["train", "countdown/nothing", "--out", f / "run"], ["countdown/nothing"]),
+    "unknown recipe": (
+        lambda f: ["train", "countdown/nothing", "--out", f / "run"],
+        ["countdown/nothing"],
+    ),
     "unknown warmup recipe": (lambda f: ["warmup", f / "no.toml", "--out", f / "run"], ["no.toml"]),
     "empty recipe name": (lambda f: ["train", "", "--out", f / "run"], ["recipe"]),
-    "run recipe for a warm start": (lambda f: ["warmup", "countdown/eepo", "--out", f / "run"], ["eepo train"]),
+    "run recipe for a warm start": (
+        lambda f: ["warmup", "countdown/eepo", "--out", f / "run"],
+        ["eepo train"],
+    ),
     "unknown knob in a recipe": (bad_recipe, ["bad.toml", "training.sead", "seed"]),
     "unknown knob": (lambda f: train(f, "training.sead=1"), ["training.sead", "seed"]),
     "no value": (lambda f: train(f, "training.seed"), ["training.seed", "section.key=value"]),
-    "odd group": (lambda f: train(f, "algorithm.group_size=7"), ["algorithm.group_size", "7", "even"]),
-    "wrong word": (lambda f: train(f, "algorithm.unlearn_lr=fast"), ["algorithm.unlearn_lr", "fast", "auto"]),
-    "unknown model": (lambda f: train(f, "model.path=builtin:chess"), ["model.path", "builtin:chess"]),
-    "missing model": (lambda f: train(f, "model.path=./no/model"), ["model.path", "./no/model", "eepo warmup"]),
-    "unusable device": (lambda f: train(f, "model.device=abacus"), ["model.device", "abacus", "cpu"]),
+    "odd group": (
+        lambda f: train(f, "algorithm.group_size=7"),
+        ["algorithm.group_size", "7", "even"],
+    ),
+    "wrong word": (
+        lambda f: train(f, "algorithm.unlearn_lr=fast"),
+        ["algorithm.unlearn_lr", "fast", "auto"],
+    ),
+    "unknown model": (
+        lambda f: train(f, "model.path=builtin:chess"),
+        ["model.path", "builtin:chess"],
+    ),
+    "missing model": (
+        lambda f: train(f, "model.path=./no/model"),
+        ["model.path", "./no/model", "eepo warmup"],
+    ),
+    "unusable device": (
+        lambda f: train(f, "model.device=abacus"),
+        ["model.device", "abacus", "cpu"],
+    ),
     "impossible problems": (
         lambda f: train(f, "task.num_numbers=2", "task.max_number=2", "task.min_target=50", *TINY),
         ["task", "50..60"],
@@ -176,12 +205,17 @@ MISTAKES = {
     ),
     "no such run": (lambda f: ["report", f / "nowhere", "--out", f / "report.html"], ["nowhere"]),
     "folder without a run": (empty_run, ["run", "recipe.toml"]),
-    "bad knob for the demo": (lambda f: ["demo", "--out", f / "out", *settings("training.sead=1")], ["training.sead"]),
+    "bad knob for the demo": (
+        lambda f: ["demo", "--out", f / "out", *settings("training.sead=1")],
+        ["training.sead"],
+    ),
 }
 
 
 @pytest.mark.parametrize(("arguments", "fragments"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_one_line_on_stderr_and_code_2(arguments, fragments: list[str], tmp_path: Path, eepo) -> None:
+def test_a_mistake_is_one_line_on_stderr_and_code_2(
+    arguments, fragments: list[str], tmp_path: Path, eepo
+) -> None:
     result = eepo(*arguments(tmp_path))
     assert result.code == 2
     assert result.err.startswith("eepo: ")
@@ -204,7 +238,9 @@ def test_a_mistake_is_one_line_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert len(ran.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("arguments", [["train"], ["train", "countdown/eepo"], ["dance"], ["demo", "--seeds", "0"]])
+@pytest.mark.parametrize(
+    "arguments", [["train"], ["train", "countdown/eepo"], ["dance"], ["demo", "--seeds", "0"]]
+)
 def test_wrong_usage_ends_with_code_2_and_without_a_traceback(arguments: list[str], eepo) -> None:
     result = eepo(*arguments)
     assert result.code == 2
@@ -226,15 +262,17 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 # --- whole commands ---------------------------------------------------------------------------------------------------
 
 
-def test_train_then_resume_then_report(tmp_path: Path, eepo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_then_resume_then_report(
+    tmp_path: Path, eepo, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = tmp_path / "run"
     result = eepo("train", "countdown/eepo", "--out", run, *settings(*TINY))
     assert result.code == 0, result.err
     assert "weights:" in result.out
-    assert len(list(read_lines(run / METRICS))) == 1
+    assert len(list(read_records(run / METRICS))) == 1
     more = [*TINY, "training.num_steps=2"]
     assert eepo("train", "countdown/eepo", "--out", run, "--resume", *settings(*more)).code == 0
-    assert [row["step"] for row in read_lines(run / METRICS)] == [1, 2]
+    assert [row["step"] for row in read_records(run / METRICS)] == [1, 2]
     monkeypatch.chdir(tmp_path)
     result = eepo("report", run)
     assert result.code == 0, result.err
@@ -254,9 +292,16 @@ def test_resuming_a_run_that_is_not_there_says_that_it_starts(tmp_path: Path, ee
 
 
 def test_warmup_ends_with_weights(tmp_path: Path, eepo) -> None:
-    tiny = ("supervised.num_steps=2", "supervised.batch_size=4", "scratch.hidden_size=16", "scratch.num_layers=1")
+    tiny = (
+        "supervised.num_steps=2",
+        "supervised.batch_size=4",
+        "scratch.hidden_size=16",
+        "scratch.num_layers=1",
+    )
     evaluation = ("task.num_evaluation=1", "evaluation.num_samples=2")
-    result = eepo("warmup", "countdown/warmup", "--out", tmp_path / "run", *settings(*tiny, *evaluation))
+    result = eepo(
+        "warmup", "countdown/warmup", "--out", tmp_path / "run", *settings(*tiny, *evaluation)
+    )
     assert result.code == 0, result.err
     assert "in_range" in result.out
     assert "weights:" in result.out
@@ -264,7 +309,11 @@ def test_warmup_ends_with_weights(tmp_path: Path, eepo) -> None:
 
 
 def test_compare_prints_a_table_and_writes_a_report(tmp_path: Path, eepo) -> None:
-    out = tmp_path / "a folder deep enough that its path is longer than a line of eighty characters" / "out"
+    out = (
+        tmp_path
+        / "a folder deep enough that its path is longer than a line of eighty characters"
+        / "out"
+    )
     names = ["countdown/grpo", "countdown/eepo"]
     result = eepo("compare", *names, "--out", out, "--seeds", 2, *settings(*TINY))
     assert result.code == 0, result.err
@@ -275,7 +324,9 @@ def test_compare_prints_a_table_and_writes_a_report(tmp_path: Path, eepo) -> Non
     assert "eepo" in page
     assert "grpo" in result.out
     assert "eepo" in result.out
-    assert str(out / "report.html") in result.out.splitlines()[-1], "the path must stay on one line, to be copied"
+    assert str(out / "report.html") in result.out.splitlines()[-1], (
+        "the path must stay on one line, to be copied"
+    )
 
     for given in (folders, [out]):
         again = eepo("report", *given, "--out", tmp_path / "new" / "again.html")
@@ -284,7 +335,9 @@ def test_compare_prints_a_table_and_writes_a_report(tmp_path: Path, eepo) -> Non
 
 
 def test_the_demo_prints_a_table_and_the_path_of_its_report(tmp_path: Path, eepo) -> None:
-    overrides = settings("training.num_steps=2", "task.num_evaluation=8", "evaluation.num_samples=4")
+    overrides = settings(
+        "training.num_steps=2", "task.num_evaluation=8", "evaluation.num_samples=4"
+    )
     result = eepo("demo", "--out", tmp_path / "demo", *overrides)
     assert result.code == 0, result.err
     assert (tmp_path / "demo" / "report.html").is_file()
@@ -294,7 +347,7 @@ def test_the_demo_prints_a_table_and_the_path_of_its_report(tmp_path: Path, eepo
     assert "eepo" in table
     assert "pass@4" in table
     for name in ("grpo", "eepo"):
-        evaluations = list(read_lines(tmp_path / "demo" / name / "seed-0" / EVALUATIONS))
+        evaluations = list(read_records(tmp_path / "demo" / name / "seed-0" / EVALUATIONS))
         assert {row["num_problems"] for row in evaluations if row["kind"] == "full"} == {8}
 
 
@@ -311,7 +364,15 @@ def test_a_finished_demo_can_be_run_again(tmp_path: Path, eepo) -> None:
 def test_advice_after_an_interrupted_comparison_is_a_command_that_exists(tmp_path: Path) -> None:
     """`compare` and `demo` have no --resume: they take up what is there when called again."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "eepo", "demo", "--out", str(tmp_path / "demo"), *settings(*TINY[1:])],
+        [
+            sys.executable,
+            "-m",
+            "eepo",
+            "demo",
+            "--out",
+            str(tmp_path / "demo"),
+            *settings(*TINY[1:]),
+        ],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

@@ -15,11 +15,12 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from eepo import memory, recipe
+from eepo import recipe
 from eepo.assemble import build_trainer
 from eepo.config import DatasetConfig, RunConfig
-from eepo.memory import Shape
-from eepo.progress import Progress
+from eepo.model import memory
+from eepo.model.memory import Shape
+from eepo.runs.progress import Progress
 
 FOUR = ("minerva_math", "olympiadbench", "amc23", "aime24")
 
@@ -58,7 +59,9 @@ CARDS = {
     ),
 }  # fmt: skip
 
-every_combination = pytest.mark.parametrize(("model", "method"), [(m, n) for m in MODELS for n in METHODS])
+every_combination = pytest.mark.parametrize(
+    ("model", "method"), [(m, n) for m in MODELS for n in METHODS]
+)
 
 
 def numbers(config: RunConfig) -> tuple[int, int, float, float, float]:
@@ -67,7 +70,9 @@ def numbers(config: RunConfig) -> tuple[int, int, float, float, float]:
 
 
 def test_the_table_above_names_every_file() -> None:
-    shipped = {path.stem for folder in recipe.recipe_folders() for path in folder.glob("paper/*.toml")}
+    shipped = {
+        path.stem for folder in recipe.recipe_folders() for path in folder.glob("paper/*.toml")
+    }
     assert shipped == {"math", *MODELS, *METHODS, *(card for _, card in CARDS)}
 
 
@@ -77,28 +82,56 @@ def test_a_combination_has_the_papers_numbers(model: str, method: str) -> None:
     assert config.name == method
     assert numbers(config) == METHODS[method]
     assert isinstance(config.task, DatasetConfig)
-    shape = (config.model.path, config.task.template, config.algorithm.max_new_tokens, config.task.evaluation)
+    shape = (
+        config.model.path,
+        config.task.template,
+        config.algorithm.max_new_tokens,
+        config.task.evaluation,
+    )
     assert shape == MODELS[model]
     training = config.training
-    assert (training.prompts_per_step, training.prompts_per_mini_batch, training.learning_rate) == (128, 64, 5e-7)
+    assert (training.prompts_per_step, training.prompts_per_mini_batch, training.learning_rate) == (
+        128,
+        64,
+        5e-7,
+    )
     assert training.num_steps == 2 * 8521 // 128
     algorithm = config.algorithm
-    assert (algorithm.clip_low, algorithm.kl_coef, algorithm.advantage_baseline) == (0.2, 1e-4, "group")
+    assert (algorithm.clip_low, algorithm.kl_coef, algorithm.advantage_baseline) == (
+        0.2,
+        1e-4,
+        "group",
+    )
     if algorithm.num_stages == 2:
-        assert (algorithm.gate, algorithm.gate_threshold, algorithm.gate_window) == ("token", 0.3, 3)
-        assert (algorithm.unlearn_lr, algorithm.unlearn_loss, algorithm.unlearn_on) == (3e-3, "comp", "all")
+        assert (algorithm.gate, algorithm.gate_threshold, algorithm.gate_window) == (
+            "token",
+            0.3,
+            3,
+        )
+        assert (algorithm.unlearn_lr, algorithm.unlearn_loss, algorithm.unlearn_on) == (
+            3e-3,
+            "comp",
+            "all",
+        )
 
 
 @pytest.mark.parametrize("method", ["grpo", "eepo", "eepo_more_rollouts"])
 @pytest.mark.parametrize(("model", "card"), CARDS)
-def test_a_card_s_recipe_laid_over_both_makes_room_and_changes_nothing_else(model: str, card: str, method: str) -> None:
+def test_a_card_s_recipe_laid_over_both_makes_room_and_changes_nothing_else(
+    model: str, card: str, method: str
+) -> None:
     shape, optimizer, room = CARDS[model, card]
-    alone, config = recipe.load_run(f"paper/{model}+{method}"), recipe.load_run(f"paper/{model}+{method}+{card}")
+    alone, config = (
+        recipe.load_run(f"paper/{model}+{method}"),
+        recipe.load_run(f"paper/{model}+{method}+{card}"),
+    )
     assert config.training == dataclasses.replace(alone.training, optimizer=optimizer)
     assert (config.name, config.algorithm, config.task) == (alone.name, alone.algorithm, alone.task)
     needs = memory.needs(shape, config, 1024, torch.bfloat16, cuda=True)
     assert needs.total < 0.9 * room
-    assert needs.cache / 4 < room - sum(needs.held.values()) - needs.phases["sampling"]  # rows of a quarter's length
+    assert (
+        needs.cache / 4 < room - sum(needs.held.values()) - needs.phases["sampling"]
+    )  # rows of a quarter's length
     assert memory.needs(shape, alone, 1024, torch.bfloat16, cuda=True).total > 0.85 * room
 
 
@@ -116,10 +149,19 @@ def stand_in(new_model: Callable[..., Any], tmp_path_factory: pytest.TempPathFac
     backend = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<eos>")
-    tokenizer.chat_template = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[assistant]"
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<eos>", pad_token="<eos>"
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[assistant]"
+    )
     folder = tmp_path_factory.mktemp("stand-in")
-    shape = {"vocab_size": len(alphabet), "max_position_embeddings": 8192, "eos_token_id": 0, "pad_token_id": 0}
+    shape = {
+        "vocab_size": len(alphabet),
+        "max_position_embeddings": 8192,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+    }
     new_model("qwen3", **shape).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -129,18 +171,28 @@ def stand_in(new_model: Callable[..., Any], tmp_path_factory: pytest.TempPathFac
 def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Files named and shaped as a user's would be: a training set as on the hub, and every benchmark."""
     folder = tmp_path_factory.mktemp("problems")
-    rows = [{"question": f"What is ${n} + {n}$?", "gt_answer": str(2 * n), "level": 3} for n in range(20)]
+    rows = [
+        {"question": f"What is ${n} + {n}$?", "gt_answer": str(2 * n), "level": 3}
+        for n in range(20)
+    ]
     (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for index, name in enumerate((*FOUR, "aime25")):
         held_out = [
-            {"problem": f"Find the {index}-th root of {n}, where ${n} > 0$.", "answer": str(n)} for n in range(5)
+            {"problem": f"Find the {index}-th root of {n}, where ${n} > 0$.", "answer": str(n)}
+            for n in range(5)
         ]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))
     return folder
 
 
 def build(name: str, out: Path, stand_in: Path, problems: Path, *more: str) -> Any:
-    changes = [f"model.path={stand_in}", "model.device=cpu", f"task.data_dir={problems}", "task.train=own.jsonl", *more]
+    changes = [
+        f"model.path={stand_in}",
+        "model.device=cpu",
+        f"task.data_dir={problems}",
+        "task.train=own.jsonl",
+        *more,
+    ]
     progress = Progress(Console(file=io.StringIO()))
     return build_trainer(recipe.load_run(name, changes), out, resume=False, progress=progress)
 
@@ -163,5 +215,8 @@ def test_a_combination_takes_a_step(stand_in: Path, problems: Path, tmp_path: Pa
     small = ("algorithm.max_new_tokens=6", "training.num_steps=1", "training.prompts_per_step=4")
     quick = ("training.prompts_per_mini_batch=2", "evaluation.num_samples=1", "evaluation.every=0")
     build("paper/qwen3-8b-base+eepo", tmp_path, stand_in, problems, *small, *quick).run()
-    sets = [json.loads(line)["set"] for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
+    sets = [
+        json.loads(line)["set"]
+        for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()
+    ]
     assert sets == list(MODELS["qwen3-8b-base"][3])

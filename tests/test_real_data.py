@@ -14,7 +14,9 @@ from eepo.tasks.problems import read_problems
 from eepo.types import Prompt
 
 FOLDER = Path(os.environ.get("EEPO_DATA_DIR") or "no-such-folder")
-FILES = sorted(path for path in FOLDER.glob("*.jsonl") if '"answer"' in path.open(encoding="utf-8").readline())
+FILES = sorted(
+    path for path in FOLDER.glob("*.jsonl") if '"answer"' in path.open(encoding="utf-8").readline()
+)
 
 
 @pytest.mark.skipif(not FILES, reason="EEPO_DATA_DIR names no folder with maths data")
@@ -30,5 +32,7 @@ def test_golds_earn_their_reward_and_others_do_not() -> None:
         wrong = reward.grade(prompts, [rf"So it is \boxed{{{other}}}." for other in others])
         assert [gold for gold, verdict in zip(golds, own, strict=True) if not verdict.correct] == []
         assert [
-            pair for pair, verdict in zip(zip(golds, others, strict=True), wrong, strict=True) if verdict.correct
+            pair
+            for pair, verdict in zip(zip(golds, others, strict=True), wrong, strict=True)
+            if verdict.correct
         ] == []

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from eepo import recipe
-from eepo.config import AlgorithmConfig, CountdownConfig, ModelConfig, RunConfig, TrainingConfig, WarmupConfig
+from eepo.config import (
+    AlgorithmConfig,
+    CountdownConfig,
+    ModelConfig,
+    RunConfig,
+    TrainingConfig,
+    WarmupConfig,
+)
 from eepo.types import UserError
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -48,13 +55,17 @@ def test_recipes_of_both_kinds_ship() -> None:
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: str(path.relative_to(RECIPES)))
-def test_every_shipped_run_recipe_reads_and_reads_back_from_its_dump(path: Path, tmp_path: Path) -> None:
+def test_every_shipped_run_recipe_reads_and_reads_back_from_its_dump(
+    path: Path, tmp_path: Path
+) -> None:
     config = recipe.load_run(path)
     assert recipe.load_run(write(tmp_path, recipe.dump(config))) == config
 
 
 @pytest.mark.parametrize("path", WARMUPS, ids=lambda path: str(path.relative_to(RECIPES)))
-def test_every_shipped_warmup_recipe_reads_and_reads_back_from_its_dump(path: Path, tmp_path: Path) -> None:
+def test_every_shipped_warmup_recipe_reads_and_reads_back_from_its_dump(
+    path: Path, tmp_path: Path
+) -> None:
     config = recipe.load_warmup(path)
     assert recipe.load_warmup(write(tmp_path, recipe.dump(config))) == config
 
@@ -70,7 +81,9 @@ def test_shipped_recipes_are_found_by_name_from_any_folder(
 def test_recipes_of_one_folder_have_different_names() -> None:
     for folder in {path.parent for path in RUNS}:
         names = [recipe.load_run(path).name for path in RUNS if path.parent == folder]
-        names = [name for name in names if name != RunConfig.name]  # one without a name is only laid over others
+        names = [
+            name for name in names if name != RunConfig.name
+        ]  # one without a name is only laid over others
         assert len(names) == len(set(names)), f"{folder}: {names}"
 
 
@@ -86,19 +99,43 @@ MISTAKES = {
     "misspelt top-level key": ('nam = "x"', ["nam ", '"x"', "allowed: name"]),
     "misspelt section": ("[trainig]\nseed = 1", ["trainig", "1", "training"]),
     "misspelt nested key": (in_section("training", "sead = 3"), ["training.sead", "3", "seed"]),
-    "knob of another section": (in_section("algorithm", "seed = 3"), ["algorithm.seed", "3", "group_size"]),
-    "section inside a section": ("[training.deep]\nx = 1", ["training.deep", '{"x": 1}', "num_steps"]),
-    "warmup section in a run": ("[supervised]\nnum_steps = 1", ["warm-start recipe", "eepo warmup"]),
+    "knob of another section": (
+        in_section("algorithm", "seed = 3"),
+        ["algorithm.seed", "3", "group_size"],
+    ),
+    "section inside a section": (
+        "[training.deep]\nx = 1",
+        ["training.deep", '{"x": 1}', "num_steps"],
+    ),
+    "warmup section in a run": (
+        "[supervised]\nnum_steps = 1",
+        ["warm-start recipe", "eepo warmup"],
+    ),
     "warmup section beside one of a run": (
         "[training]\nseed = 1\n[supervised]\nnum_steps = 1",
         ["unknown key supervised", "allowed: name"],
     ),
     # wrong types
-    "string for a whole number": (in_section("training", 'seed = "one"'), ["training.seed", '"one"', "whole number"]),
-    "digits in quotes": (in_section("training", 'seed = "1"'), ["training.seed", '"1"', "whole number"]),
-    "float for a whole number": (in_section("training", "seed = 1.5"), ["training.seed", "1.5", "whole number"]),
-    "whole float for a whole number": (in_section("training", "seed = 1.0"), ["training.seed", "1.0", "whole number"]),
-    "bool for a whole number": (in_section("training", "seed = true"), ["training.seed", "true", "whole number"]),
+    "string for a whole number": (
+        in_section("training", 'seed = "one"'),
+        ["training.seed", '"one"', "whole number"],
+    ),
+    "digits in quotes": (
+        in_section("training", 'seed = "1"'),
+        ["training.seed", '"1"', "whole number"],
+    ),
+    "float for a whole number": (
+        in_section("training", "seed = 1.5"),
+        ["training.seed", "1.5", "whole number"],
+    ),
+    "whole float for a whole number": (
+        in_section("training", "seed = 1.0"),
+        ["training.seed", "1.0", "whole number"],
+    ),
+    "bool for a whole number": (
+        in_section("training", "seed = true"),
+        ["training.seed", "true", "whole number"],
+    ),
     "bool for a number": (
         in_section("training", "learning_rate = true"),
         ["training.learning_rate", "true", "number >= 0"],
@@ -109,20 +146,53 @@ MISTAKES = {
     ),
     "number for a string": ("name = 3", ["name", "3", "a string"]),
     "list for a string": ('name = ["a", "b"]', ["name", '["a", "b"]', "a string"]),
-    "list for a number": (in_section("training", "seed = [1, 2]"), ["training.seed", "[1, 2]", "whole number"]),
-    "list for a choice": (in_section("algorithm", 'gate = ["token"]'), ["algorithm.gate", '["token"]', '"step"']),
-    "table for a number": (in_section("training", "seed = {a = 1}"), ["training.seed", '{"a": 1}', "whole number"]),
-    "date for a number": (in_section("training", "seed = 2020-01-02"), ["training.seed", "2020-01-02", "whole number"]),
-    "string for true or false": (in_section("evaluation", 'start = "yes"'), ["evaluation.start", '"yes"', "true or"]),
-    "number for true or false": (in_section("evaluation", "start = 1"), ["evaluation.start", "1", "true or false"]),
+    "list for a number": (
+        in_section("training", "seed = [1, 2]"),
+        ["training.seed", "[1, 2]", "whole number"],
+    ),
+    "list for a choice": (
+        in_section("algorithm", 'gate = ["token"]'),
+        ["algorithm.gate", '["token"]', '"step"'],
+    ),
+    "table for a number": (
+        in_section("training", "seed = {a = 1}"),
+        ["training.seed", '{"a": 1}', "whole number"],
+    ),
+    "date for a number": (
+        in_section("training", "seed = 2020-01-02"),
+        ["training.seed", "2020-01-02", "whole number"],
+    ),
+    "string for true or false": (
+        in_section("evaluation", 'start = "yes"'),
+        ["evaluation.start", '"yes"', "true or"],
+    ),
+    "number for true or false": (
+        in_section("evaluation", "start = 1"),
+        ["evaluation.start", "1", "true or false"],
+    ),
     "number for a section": ("training = 3", ["training", "3", "section"]),
     "list of tables for a section": ("[[training]]\nseed = 1", ["training", "seed", "section"]),
     # not a number
-    "nan": (in_section("training", "learning_rate = nan"), ["training.learning_rate", "NaN", "number >= 0"]),
-    "inf": (in_section("training", "learning_rate = inf"), ["training.learning_rate", "Infinity", "number >= 0"]),
-    "minus inf": (in_section("algorithm", "unlearn_lr = -inf"), ["algorithm.unlearn_lr", "-Infinity", "number >= 0"]),
-    "nan for the unlearning rate": (in_section("algorithm", "unlearn_lr = nan"), ["algorithm.unlearn_lr", "NaN"]),
-    "huge whole number": (in_section("training", f"seed = 1{'0' * 400}"), ["training.seed", "1000", "whole number"]),
+    "nan": (
+        in_section("training", "learning_rate = nan"),
+        ["training.learning_rate", "NaN", "number >= 0"],
+    ),
+    "inf": (
+        in_section("training", "learning_rate = inf"),
+        ["training.learning_rate", "Infinity", "number >= 0"],
+    ),
+    "minus inf": (
+        in_section("algorithm", "unlearn_lr = -inf"),
+        ["algorithm.unlearn_lr", "-Infinity", "number >= 0"],
+    ),
+    "nan for the unlearning rate": (
+        in_section("algorithm", "unlearn_lr = nan"),
+        ["algorithm.unlearn_lr", "NaN"],
+    ),
+    "huge whole number": (
+        in_section("training", f"seed = 1{'0' * 400}"),
+        ["training.seed", "1000", "whole number"],
+    ),
     "huge number": (
         in_section("training", f"learning_rate = 1{'0' * 400}"),
         ["training.learning_rate", "1000", "number >= 0"],
@@ -132,14 +202,26 @@ MISTAKES = {
         in_section("algorithm", 'gate = "sometimes"'),
         ["algorithm.gate", '"sometimes"', '"token", "step", "always", "never"'],
     ),
-    "choice in other case": (in_section("algorithm", 'saturation = "Stop"'), ["algorithm.saturation", '"Stop"']),
-    "choice of a task": (in_section("task", 'name = "chess"'), ["task.name", '"chess"', '"countdown"']),
-    "choice of an engine": (in_section("rollout", 'engine = "llama.cpp"'), ["rollout.engine", '"transformers"']),
+    "choice in other case": (
+        in_section("algorithm", 'saturation = "Stop"'),
+        ["algorithm.saturation", '"Stop"'],
+    ),
+    "choice of a task": (
+        in_section("task", 'name = "chess"'),
+        ["task.name", '"chess"', '"countdown"'],
+    ),
+    "choice of an engine": (
+        in_section("rollout", 'engine = "llama.cpp"'),
+        ["rollout.engine", '"transformers"'],
+    ),
     "word for the unlearning rate": (
         in_section("algorithm", 'unlearn_lr = "fast"'),
         ["algorithm.unlearn_lr", '"fast"', "number >= 0", '"auto"'],
     ),
-    "bool for the unlearning rate": (in_section("algorithm", "unlearn_lr = true"), ["algorithm.unlearn_lr", '"auto"']),
+    "bool for the unlearning rate": (
+        in_section("algorithm", "unlearn_lr = true"),
+        ["algorithm.unlearn_lr", '"auto"'],
+    ),
     # ranges
     "negative learning rate": (
         in_section("training", "learning_rate = -1e-6"),
@@ -149,27 +231,72 @@ MISTAKES = {
         in_section("algorithm", "unlearn_lr = -0.003"),
         ["algorithm.unlearn_lr", "-0.003", ">= 0"],
     ),
-    "zero temperature": (in_section("algorithm", "temperature = 0"), ["algorithm.temperature", "0", "> 0"]),
+    "zero temperature": (
+        in_section("algorithm", "temperature = 0"),
+        ["algorithm.temperature", "0", "> 0"],
+    ),
     "zero temperature at evaluation": (
         in_section("evaluation", "temperature = 0.0"),
         ["evaluation.temperature", "0.0", "> 0"],
     ),
-    "negative temperature": (in_section("algorithm", "temperature = -1.0"), ["algorithm.temperature", "-1.0", "> 0"]),
-    "clip above 1": (in_section("algorithm", "clip_low = 1.5"), ["algorithm.clip_low", "1.5", "> 0 and <= 1"]),
-    "eps above a half": (in_section("algorithm", "unlearn_eps = 0.6"), ["algorithm.unlearn_eps", "0.6", "<= 0.5"]),
-    "eps of zero": (in_section("algorithm", "unlearn_eps = 0"), ["algorithm.unlearn_eps", "0", "> 0"]),
-    "negative coefficient": (in_section("algorithm", "kl_coef = -1e-4"), ["algorithm.kl_coef", "-0.0001", ">= 0"]),
-    "negative threshold": (in_section("algorithm", "gate_threshold = -1"), ["algorithm.gate_threshold", "-1", ">= 0"]),
-    "window of zero": (in_section("algorithm", "gate_window = 0"), ["algorithm.gate_window", "0", ">= 1"]),
-    "group of one": (in_section("algorithm", "group_size = 1"), ["algorithm.group_size", "1", ">= 2"]),
+    "negative temperature": (
+        in_section("algorithm", "temperature = -1.0"),
+        ["algorithm.temperature", "-1.0", "> 0"],
+    ),
+    "clip above 1": (
+        in_section("algorithm", "clip_low = 1.5"),
+        ["algorithm.clip_low", "1.5", "> 0 and <= 1"],
+    ),
+    "eps above a half": (
+        in_section("algorithm", "unlearn_eps = 0.6"),
+        ["algorithm.unlearn_eps", "0.6", "<= 0.5"],
+    ),
+    "eps of zero": (
+        in_section("algorithm", "unlearn_eps = 0"),
+        ["algorithm.unlearn_eps", "0", "> 0"],
+    ),
+    "negative coefficient": (
+        in_section("algorithm", "kl_coef = -1e-4"),
+        ["algorithm.kl_coef", "-0.0001", ">= 0"],
+    ),
+    "negative threshold": (
+        in_section("algorithm", "gate_threshold = -1"),
+        ["algorithm.gate_threshold", "-1", ">= 0"],
+    ),
+    "window of zero": (
+        in_section("algorithm", "gate_window = 0"),
+        ["algorithm.gate_window", "0", ">= 1"],
+    ),
+    "group of one": (
+        in_section("algorithm", "group_size = 1"),
+        ["algorithm.group_size", "1", ">= 2"],
+    ),
     "no stage": (in_section("algorithm", "num_stages = 0"), ["algorithm.num_stages", "0", ">= 1"]),
-    "no tokens": (in_section("algorithm", "max_new_tokens = 0"), ["algorithm.max_new_tokens", "0", ">= 1"]),
-    "negative steps": (in_section("training", "num_steps = -1"), ["training.num_steps", "-1", ">= 0"]),
-    "no prompts": (in_section("training", "prompts_per_step = 0"), ["training.prompts_per_step", "0", ">= 1"]),
-    "keep no checkpoint": (in_section("training", "keep_checkpoints = 0"), ["training.keep_checkpoints", "0", ">= 1"]),
+    "no tokens": (
+        in_section("algorithm", "max_new_tokens = 0"),
+        ["algorithm.max_new_tokens", "0", ">= 1"],
+    ),
+    "negative steps": (
+        in_section("training", "num_steps = -1"),
+        ["training.num_steps", "-1", ">= 0"],
+    ),
+    "no prompts": (
+        in_section("training", "prompts_per_step = 0"),
+        ["training.prompts_per_step", "0", ">= 1"],
+    ),
+    "keep no checkpoint": (
+        in_section("training", "keep_checkpoints = 0"),
+        ["training.keep_checkpoints", "0", ">= 1"],
+    ),
     "no rows": (in_section("rollout", "max_rows = 0"), ["rollout.max_rows", "0", ">= 1"]),
-    "too many numbers": (in_section("task", "num_numbers = 7"), ["task.num_numbers", "7", ">= 2 and <= 6"]),
-    "too large numbers": (in_section("task", "max_number = 100"), ["task.max_number", "100", "<= 99"]),
+    "too many numbers": (
+        in_section("task", "num_numbers = 7"),
+        ["task.num_numbers", "7", ">= 2 and <= 6"],
+    ),
+    "too large numbers": (
+        in_section("task", "max_number = 100"),
+        ["task.max_number", "100", "<= 99"],
+    ),
     # rules between knobs
     "odd group": (in_section("algorithm", "group_size = 7"), ["algorithm.group_size", "7", "even"]),
     "group not a multiple of stages": (
@@ -219,31 +346,50 @@ def test_a_mistake_is_refused_in_one_line_with_key_value_and_what_is_allowed(
 
 
 WARMUP_MISTAKES = {
-    "unknown key": (in_section("supervised", "num_step = 3"), ["supervised.num_step", "3", "num_steps"]),
+    "unknown key": (
+        in_section("supervised", "num_step = 3"),
+        ["supervised.num_step", "3", "num_steps"],
+    ),
     "training section": ("[training]\nseed = 1", ["a run's recipe", "eepo train"]),
     "no steps": (in_section("supervised", "num_steps = 0"), ["supervised.num_steps", "0", ">= 1"]),
-    "zero learning rate": (in_section("supervised", "learning_rate = 0"), ["supervised.learning_rate", "0", "> 0"]),
-    "unknown family": (in_section("scratch", 'family = "mamba"'), ["scratch.family", '"mamba"', '"llama", "qwen3"']),
-    "overlapping targets": (in_section("task", "max_target = 70"), ["task.out_of_range_min_target", "10..70"]),
+    "zero learning rate": (
+        in_section("supervised", "learning_rate = 0"),
+        ["supervised.learning_rate", "0", "> 0"],
+    ),
+    "unknown family": (
+        in_section("scratch", 'family = "mamba"'),
+        ["scratch.family", '"mamba"', '"llama", "qwen3"'],
+    ),
+    "overlapping targets": (
+        in_section("task", "max_target = 70"),
+        ["task.out_of_range_min_target", "10..70"],
+    ),
 }
 
 
 @pytest.mark.parametrize(("text", "fragments"), WARMUP_MISTAKES.values(), ids=WARMUP_MISTAKES)
-def test_a_mistake_in_a_warmup_recipe_is_refused_in_one_line(text: str, fragments: list[str], tmp_path: Path) -> None:
+def test_a_mistake_in_a_warmup_recipe_is_refused_in_one_line(
+    text: str, fragments: list[str], tmp_path: Path
+) -> None:
     line = refusal(write(tmp_path, text), load=recipe.load_warmup)
     for fragment in fragments:
         assert fragment in line
 
 
 @pytest.mark.parametrize(
-    "text", ['"a\\nb" = 1', '[training]\n"a\\nb" = 1', '["x\\ny"]\na = 1', 'name = ["a\\nb"]'], ids=repr
+    "text",
+    ['"a\\nb" = 1', '[training]\n"a\\nb" = 1', '["x\\ny"]\na = 1', 'name = ["a\\nb"]'],
+    ids=repr,
 )
 def test_line_breaks_in_keys_and_values_do_not_break_the_line(text: str, tmp_path: Path) -> None:
     refusal(write(tmp_path, text))
 
 
 def test_a_long_value_is_shortened_in_the_line(tmp_path: Path) -> None:
-    assert len(refusal(write(tmp_path, in_section("training", f'seed = "{"x" * 5000}"'), "r.toml"))) < 400
+    assert (
+        len(refusal(write(tmp_path, in_section("training", f'seed = "{"x" * 5000}"'), "r.toml")))
+        < 400
+    )
 
 
 def test_an_odd_group_is_fine_where_there_is_one_stage(tmp_path: Path) -> None:
@@ -257,14 +403,21 @@ def test_a_whole_number_is_taken_where_a_number_is_meant(tmp_path: Path) -> None
     assert config.algorithm.temperature == 2.0
 
 
-@pytest.mark.parametrize(("value", "expected"), [("0", 0.0), ("3e-3", 3e-3), ("1", 1.0), ('"auto"', "auto")])
-def test_the_unlearning_rate_is_a_number_or_auto(value: str, expected: float | str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("value", "expected"), [("0", 0.0), ("3e-3", 3e-3), ("1", 1.0), ('"auto"', "auto")]
+)
+def test_the_unlearning_rate_is_a_number_or_auto(
+    value: str, expected: float | str, tmp_path: Path
+) -> None:
     config = recipe.load_run(write(tmp_path, in_section("algorithm", f"unlearn_lr = {value}")))
     assert config.algorithm.unlearn_lr == expected
 
 
 def test_edges_of_ranges_are_allowed(tmp_path: Path) -> None:
-    text = in_section("algorithm", "clip_low = 1\nunlearn_eps = 0.5\ngate_threshold = 0\nkl_coef = 0\ngroup_size = 2")
+    text = in_section(
+        "algorithm",
+        "clip_low = 1\nunlearn_eps = 0.5\ngate_threshold = 0\nkl_coef = 0\ngroup_size = 2",
+    )
     algorithm = recipe.load_run(write(tmp_path, text)).algorithm
     assert (algorithm.clip_low, algorithm.unlearn_eps, algorithm.gate_threshold) == (1.0, 0.5, 0.0)
 
@@ -304,7 +457,14 @@ def test_what_is_not_a_file_is_refused_with_the_shipped_names(name: str) -> None
 
 @pytest.mark.parametrize(
     "text",
-    ["name = ", "name = 'a\nb'", "[training\nseed = 1", "seed == 1", 'name = "a"\nname = "b"', "x = {a = 1\n}"],
+    [
+        "name = ",
+        "name = 'a\nb'",
+        "[training\nseed = 1",
+        "seed == 1",
+        'name = "a"\nname = "b"',
+        "x = {a = 1\n}",
+    ],
     ids=repr,
 )
 def test_bad_toml_is_refused_with_the_file(text: str, tmp_path: Path) -> None:
@@ -325,7 +485,11 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("below", ["demo/grpo", "paper/qwen2.5-3b", "smollm2/countdown_grpo"])
 def test_what_explores_is_laid_over_any_recipe(below: str) -> None:
-    names = (below, f"{below}+explore/mild", f"{below}+explore/mended")
+    names = (
+        below,
+        f"{below}+explore/downweight_failures",
+        f"{below}+explore/eepo_unlearn_failures",
+    )
     plain, mild, mended = map(recipe.load_run, names)
     assert [run.algorithm.failure_weight for run in (plain, mild, mended)] == [1, 0.25, 0.25]
     assert (mild.algorithm.num_stages, mended.algorithm.num_stages) == (1, 2)
@@ -335,8 +499,15 @@ def test_what_explores_is_laid_over_any_recipe(below: str) -> None:
 
 
 def test_extends_lays_the_file_over_its_base(tmp_path: Path) -> None:
-    write(tmp_path, 'name = "base"\n[training]\nseed = 1\nnum_steps = 2\n[task]\nseed = 9\n', "base.toml")
-    path = write(tmp_path, 'extends = "base.toml"\nname = "top"\n[training]\nseed = 5\n[evaluation]\nevery = 3\n')
+    write(
+        tmp_path,
+        'name = "base"\n[training]\nseed = 1\nnum_steps = 2\n[task]\nseed = 9\n',
+        "base.toml",
+    )
+    path = write(
+        tmp_path,
+        'extends = "base.toml"\nname = "top"\n[training]\nseed = 5\n[evaluation]\nevery = 3\n',
+    )
     config = recipe.load_run(path)
     assert config.name == "top"
     assert config.training == TrainingConfig(seed=5, num_steps=2)
@@ -345,7 +516,11 @@ def test_extends_lays_the_file_over_its_base(tmp_path: Path) -> None:
 
 
 def test_extends_goes_through_several_files_and_folders(tmp_path: Path) -> None:
-    write(tmp_path, 'name = "a"\n[training]\nseed = 1\nnum_steps = 1\nprompts_per_step = 64\n', "deep/a.toml")
+    write(
+        tmp_path,
+        'name = "a"\n[training]\nseed = 1\nnum_steps = 1\nprompts_per_step = 64\n',
+        "deep/a.toml",
+    )
     write(tmp_path, 'extends = "deep/a.toml"\n[training]\nseed = 2\nnum_steps = 2\n', "b.toml")
     path = write(tmp_path, 'extends = "../b.toml"\n[training]\nseed = 3\n', "side/c.toml")
     config = recipe.load_run(path)
@@ -398,7 +573,9 @@ def test_extends_of_itself_is_refused(tmp_path: Path) -> None:
         ("algorithm.unlearn_lr=0.5", ("algorithm", "unlearn_lr", 0.5)),
     ],
 )
-def test_set_changes_one_knob_of_any_type(override: str, expected: tuple[str, str, object], tmp_path: Path) -> None:
+def test_set_changes_one_knob_of_any_type(
+    override: str, expected: tuple[str, str, object], tmp_path: Path
+) -> None:
     section, key, value = expected
     config = recipe.load_run(write(tmp_path, 'name = "x"\n'), [override])
     default = RunConfig(name="x")
@@ -443,7 +620,9 @@ def test_set_may_not_break_a_rule_between_knobs(tmp_path: Path) -> None:
     ],
     ids=repr,
 )
-def test_a_bad_set_is_refused_in_one_line(override: str, fragments: list[str], tmp_path: Path) -> None:
+def test_a_bad_set_is_refused_in_one_line(
+    override: str, fragments: list[str], tmp_path: Path
+) -> None:
     line = refusal(write(tmp_path, 'name = "x"\n'), (override,))
     for fragment in fragments:
         assert fragment in line
@@ -483,7 +662,9 @@ def test_a_wrong_value_is_blamed_on_who_brought_it(tmp_path: Path) -> None:
     path = write(tmp_path, in_section("training", "num_steps = 1.5"))
     assert refusal(path, ("training.seed=1",)).startswith(f"{path}: training.num_steps = 1.5")
     assert refusal(path, ("training.num_steps=2.5",)).startswith("--set: training.num_steps = 2.5")
-    assert refusal(path, ("task.name=chess", "training.num_steps=2")).startswith('--set: task.name = "chess"')
+    assert refusal(path, ("task.name=chess", "training.num_steps=2")).startswith(
+        '--set: task.name = "chess"'
+    )
 
 
 # --- dump -------------------------------------------------------------------------------------------------------------
@@ -507,12 +688,16 @@ def test_a_wrong_value_is_blamed_on_who_brought_it(tmp_path: Path) -> None:
 )
 def test_any_string_reads_back_from_the_dump(text: str, tmp_path: Path) -> None:
     config = RunConfig(
-        name=text, model=ModelConfig(path=text), task=CountdownConfig(template=text + "{numbers} {target}")
+        name=text,
+        model=ModelConfig(path=text),
+        task=CountdownConfig(template=text + "{numbers} {target}"),
     )
     assert recipe.load_run(write(tmp_path, recipe.dump(config))) == config
 
 
-@pytest.mark.parametrize("number", [0.0, 1.0, 0.1, 1e-7, 5e-7, 1 / 3, 1e16, 1e22, 5e-324, 1.7976931348623157e308])
+@pytest.mark.parametrize(
+    "number", [0.0, 1.0, 0.1, 1e-7, 5e-7, 1 / 3, 1e16, 1e22, 5e-324, 1.7976931348623157e308]
+)
 def test_any_number_reads_back_from_the_dump_exactly(number: float, tmp_path: Path) -> None:
     config = RunConfig(
         algorithm=AlgorithmConfig(unlearn_lr=number, kl_coef=number),

@@ -20,13 +20,15 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eepo import checkpoint, recipe
+from eepo import recipe
 from eepo.assemble import build_trainer
 from eepo.config import RunConfig
-from eepo.progress import Progress
-from eepo.reports.runs import read_runs
+from eepo.reports.records import read_runs
 from eepo.rollout.transformers import TransformersEngine
-from eepo.runlog import COMPLETIONS, EVALUATIONS, METRICS, read_lines
+from eepo.runs import checkpoint
+from eepo.runs.jsonl import read_records
+from eepo.runs.progress import Progress
+from eepo.runs.runlog import COMPLETIONS, EVALUATIONS, METRICS
 from eepo.types import UserError
 
 TINY: dict[str, Any] = {
@@ -70,17 +72,22 @@ def run(config: RunConfig, out: Path, resume: bool = False) -> Path:
 
 
 def with_steps(config: RunConfig, num_steps: int) -> RunConfig:
-    return dataclasses.replace(config, training=dataclasses.replace(config.training, num_steps=num_steps))
+    return dataclasses.replace(
+        config, training=dataclasses.replace(config.training, num_steps=num_steps)
+    )
 
 
 def rows(folder: Path, name: str) -> list[dict[str, Any]]:
-    return list(read_lines(folder / name))
+    return list(read_records(folder / name))
 
 
 def repeatable(folder: Path, name: str = METRICS) -> list[dict[str, Any]]:
     """Rows without what the clock says."""
     clock = ("seconds", "tokens_per_second")
-    return [{key: value for key, value in row.items() if not key.startswith(clock)} for row in rows(folder, name)]
+    return [
+        {key: value for key, value in row.items() if not key.startswith(clock)}
+        for row in rows(folder, name)
+    ]
 
 
 def assert_same_tensors(a: Path, b: Path) -> None:
@@ -140,11 +147,16 @@ def threshold_that_needs_history(entropies: list[float]) -> float | None:
 
     Up to the opening a run is the one with the gate shut, so these entropies are those that it will see.
     """
-    means = [sum(entropies[max(0, end - 2) : end]) / len(entropies[max(0, end - 2) : end]) for end in range(1, 6)]
+    means = [
+        sum(entropies[max(0, end - 2) : end]) / len(entropies[max(0, end - 2) : end])
+        for end in range(1, 6)
+    ]
     for opening in range(1, 4):
         shut = means[:opening]
         threshold = (means[opening] + min(shut)) / 2
-        if means[opening] < min(shut) and any(entropies[step] < threshold for step in range(opening)):
+        if means[opening] < min(shut) and any(
+            entropies[step] < threshold for step in range(opening)
+        ):
             return threshold
     return None
 
@@ -177,9 +189,20 @@ def whole(whole_runs: dict[str, Whole]) -> Whole:
 
 def test_a_run_folder_holds_its_records_weights_and_checkpoints(whole: Whole) -> None:
     names = {path.name for path in whole.folder.iterdir()}
-    files = {"recipe.toml", "environment.json", METRICS, EVALUATIONS, COMPLETIONS, "final", "checkpoints"}
+    files = {
+        "recipe.toml",
+        "environment.json",
+        METRICS,
+        EVALUATIONS,
+        COMPLETIONS,
+        "final",
+        "checkpoints",
+    }
     assert names == files
-    assert sorted(path.name for path in (whole.folder / "checkpoints").iterdir()) == ["step-000004", "step-000005"]
+    assert sorted(path.name for path in (whole.folder / "checkpoints").iterdir()) == [
+        "step-000004",
+        "step-000005",
+    ]
 
 
 def test_the_recipe_in_the_folder_is_the_whole_config(whole: Whole) -> None:
@@ -196,11 +219,22 @@ def test_the_environment_names_versions_and_device(whole: Whole) -> None:
 
 
 def test_metrics_have_one_row_a_step_with_every_promised_key(whole_runs: dict[str, Whole]) -> None:
-    per_stage = ("reward", "entropy", "length", "truncated_share", "ratio_mean", "ratio_max", "clip_share")
+    per_stage = (
+        "reward",
+        "entropy",
+        "length",
+        "truncated_share",
+        "ratio_mean",
+        "ratio_max",
+        "clip_share",
+    )
     expected = {f"stage{stage}/{key}" for stage in (1, 2) for key in per_stage}
-    expected |= {f"unlearn/{key}" for key in ("loss_before", "loss_after", "kl", "lr", "weights_changed_share")}
+    expected |= {
+        f"unlearn/{key}"
+        for key in ("loss_before", "loss_after", "kl", "lr", "weights_changed_share")
+    }
     expected |= {"step", "reward", "entropy", "length", "truncated_share"}
-    expected |= {"missed_share", "rescued_share", "mismatch_kl"}
+    expected |= {"missed_share", "second_half_recovery", "mismatch_kl"}
     expected |= {"gate_share", "zero_advantage_share", "grad_norm", "tokens_per_second"}
     phases = ("sync", "stage1", "stage2", "reward", "unlearn", "reference", "update", "total")
     expected |= {f"seconds/{phase}" for phase in phases}
@@ -231,7 +265,18 @@ def test_completions_are_written_with_prompt_stage_reward_and_advantage(whole: W
     group = completions[:4]
     assert [row["stage"] for row in group] == [1, 1, 2, 2]
     assert len({row["prompt_id"] for row in group}) == 1
-    keys = {"step", "prompt_id", "prompt", "stage", "reward", "reason", "advantage", "text", "finished", "logprob"}
+    keys = {
+        "step",
+        "prompt_id",
+        "prompt",
+        "stage",
+        "reward",
+        "reason",
+        "advantage",
+        "text",
+        "finished",
+        "logprob",
+    }
     assert all(row.keys() - {"logprob_after"} == keys for row in completions)
     forgotten = [row for row in completions if "logprob_after" in row]
     assert forgotten
@@ -247,7 +292,9 @@ def test_log_completions_bounds_the_prompts_written_down(tmp_path: Path) -> None
     assert len(rows(run(config, tmp_path / "run"), COMPLETIONS)) == 4
 
 
-def test_evaluations_come_at_the_start_on_the_way_and_at_the_end(whole_runs: dict[str, Whole]) -> None:
+def test_evaluations_come_at_the_start_on_the_way_and_at_the_end(
+    whole_runs: dict[str, Whole],
+) -> None:
     seen = {
         name: [(row["step"], row["kind"], row["set"]) for row in rows(run.folder, EVALUATIONS)]
         for name, run in whole_runs.items()
@@ -255,7 +302,9 @@ def test_evaluations_come_at_the_start_on_the_way_and_at_the_end(whole_runs: dic
     sets = ("in_range", "out_of_range")
     every = [(0, "quick"), (2, "quick"), (4, "quick"), (5, "full")]
     assert seen["step gate"] == [(*when, name) for when in every for name in sets]
-    assert seen["auto rate"] == [(*when, name) for when in [(0, "full"), (5, "full")] for name in sets]
+    assert seen["auto rate"] == [
+        (*when, name) for when in [(0, "full"), (5, "full")] for name in sets
+    ]
 
 
 def test_the_engine_rests_when_it_has_sampled_and_not_within_an_evaluation(
@@ -284,7 +333,10 @@ def test_the_final_weights_load_elsewhere_and_generate(whole: Whole) -> None:
     tokenizer = AutoTokenizer.from_pretrained(whole.folder / "final")
     inputs = tokenizer("3 4 5 6 = 18 :", return_tensors="pt")
     output = model.generate(
-        input_ids=inputs.input_ids, attention_mask=inputs.attention_mask, max_new_tokens=12, do_sample=False
+        input_ids=inputs.input_ids,
+        attention_mask=inputs.attention_mask,
+        max_new_tokens=12,
+        do_sample=False,
     )
     written = tokenizer.decode(output[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
     assert any(sign in written for sign in "+-*/")
@@ -307,7 +359,9 @@ def test_no_steps_means_no_training_but_a_full_evaluation(tmp_path: Path) -> Non
     assert (found.metrics, found.last_step) == ([], 0)
 
 
-def test_an_engine_in_bfloat16_rounds_part_of_the_unlearning_away_and_says_so(tmp_path: Path) -> None:
+def test_an_engine_in_bfloat16_rounds_part_of_the_unlearning_away_and_says_so(
+    tmp_path: Path,
+) -> None:
     """Two steps: the built-in weights are bfloat16 numbers to begin with, those of the second step are not."""
     config = tiny(
         algorithm={"gate": "always", "unlearn_lr": 1e-4},
@@ -315,7 +369,9 @@ def test_an_engine_in_bfloat16_rounds_part_of_the_unlearning_away_and_says_so(tm
         rollout={"dtype": "bfloat16"},
         task={"num_evaluation": 1},
     )
-    shares = [row["unlearn/weights_changed_share"] for row in rows(run(config, tmp_path / "run"), METRICS)]
+    shares = [
+        row["unlearn/weights_changed_share"] for row in rows(run(config, tmp_path / "run"), METRICS)
+    ]
     assert len(shares) == 2
     assert all(0 < share < 0.9 for share in shares), shares
     final = load_file(tmp_path / "run" / "final" / "model.safetensors")
@@ -339,7 +395,12 @@ def drawn(folder: Path) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("shut", SHUT.values(), ids=SHUT)
 def test_a_shut_gate_is_grpo_bit_for_bit(shut: dict[str, Any], tmp_path: Path) -> None:
     """With rows sampled in batches of the same shape: matrix products of other shapes round differently."""
-    training = {"prompts_per_step": 6, "prompts_per_mini_batch": 3, "log_completions": 6, "checkpoint_every": 0}
+    training = {
+        "prompts_per_step": 6,
+        "prompts_per_mini_batch": 3,
+        "log_completions": 6,
+        "checkpoint_every": 0,
+    }
     same = {"training": training, "rollout": {"max_rows": 12}, "task": {"num_evaluation": 1}}
     eepo = run(tiny(algorithm={"num_stages": 2} | shut, **same), tmp_path / "eepo")
     grpo = run(tiny(algorithm={"num_stages": 1} | shut, **same), tmp_path / "grpo")
@@ -358,7 +419,9 @@ def test_a_shut_gate_is_grpo_bit_for_bit(shut: dict[str, Any], tmp_path: Path) -
     assert repeatable(eepo, EVALUATIONS) == repeatable(grpo, EVALUATIONS)
 
 
-def test_a_shut_gate_draws_the_same_completions_whatever_the_shape_of_batches(tmp_path: Path) -> None:
+def test_a_shut_gate_draws_the_same_completions_whatever_the_shape_of_batches(
+    tmp_path: Path,
+) -> None:
     short = {"training": {"num_steps": 3}, "task": {"num_evaluation": 1}}
     eepo = run(tiny(algorithm={"gate": "never"}, **short), tmp_path / "eepo")
     grpo = run(tiny(algorithm={"num_stages": 1}, **short), tmp_path / "grpo")
@@ -367,7 +430,11 @@ def test_a_shut_gate_draws_the_same_completions_whatever_the_shape_of_batches(tm
 
 def test_an_open_gate_is_not_grpo(tmp_path: Path) -> None:
     """Stage 1 of the first step is drawn from the same weights with the same draws; stage 2 is not."""
-    short = {"training": {"num_steps": 1}, "task": {"num_evaluation": 1}, "rollout": {"max_rows": 8}}
+    short = {
+        "training": {"num_steps": 1},
+        "task": {"num_evaluation": 1},
+        "rollout": {"max_rows": 8},
+    }
     eepo = run(tiny(algorithm={"gate": "always", "unlearn_lr": 0.03}, **short), tmp_path / "eepo")
     grpo = run(tiny(algorithm={"num_stages": 1}, **short), tmp_path / "grpo")
     pairs = list(zip(rows(eepo, COMPLETIONS), rows(grpo, COMPLETIONS), strict=True))
@@ -401,13 +468,17 @@ def test_resuming_after_any_step_is_never_having_stopped(
     assert_same_run(run(whole.config, folder, resume=True), whole.folder)
 
 
-def test_resuming_a_run_killed_before_its_first_checkpoint_starts_over(whole: Whole, tmp_path: Path) -> None:
+def test_resuming_a_run_killed_before_its_first_checkpoint_starts_over(
+    whole: Whole, tmp_path: Path
+) -> None:
     folder = whole.copy_of_step(2, tmp_path / "run")
     shutil.rmtree(folder / "checkpoints")
     assert_same_run(run(whole.config, folder, resume=True), whole.folder)
 
 
-def test_resuming_drops_a_torn_last_line_and_steps_after_the_checkpoint(whole: Whole, tmp_path: Path) -> None:
+def test_resuming_drops_a_torn_last_line_and_steps_after_the_checkpoint(
+    whole: Whole, tmp_path: Path
+) -> None:
     folder = whole.copy_of_step(3, tmp_path / "run")
     for name in (METRICS, COMPLETIONS, EVALUATIONS):
         with (folder / name).open("a") as file:
@@ -428,21 +499,31 @@ def test_a_finished_run_may_be_given_more_steps(whole: Whole, tmp_path: Path) ->
     folder = run(with_steps(whole.config, 3), tmp_path / "run")
     run(whole.config, folder, resume=True)
     assert repeatable(folder) == repeatable(whole.folder)
-    assert_same_tensors(folder / "final" / "model.safetensors", whole.folder / "final" / "model.safetensors")
+    assert_same_tensors(
+        folder / "final" / "model.safetensors", whole.folder / "final" / "model.safetensors"
+    )
 
 
-def test_resuming_a_finished_run_changes_no_record_and_no_weight(whole: Whole, tmp_path: Path) -> None:
+def test_resuming_a_finished_run_changes_no_record_and_no_weight(
+    whole: Whole, tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(whole.folder, tmp_path / "run"))
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     run(whole.config, folder, resume=True)
     after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert before.keys() == after.keys()
-    assert [str(path) for path in before if before[path] != after[path] and path.name != "environment.json"] == []
+    assert [
+        str(path)
+        for path in before
+        if before[path] != after[path] and path.name != "environment.json"
+    ] == []
 
 
 def test_resuming_a_finished_run_writes_no_record_again(whole: Whole, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(whole.folder, tmp_path / "run"))
-    before = {name: (folder / name).stat().st_mtime_ns for name in (METRICS, EVALUATIONS, COMPLETIONS)}
+    before = {
+        name: (folder / name).stat().st_mtime_ns for name in (METRICS, EVALUATIONS, COMPLETIONS)
+    }
     run(whole.config, folder, resume=True)
     assert {name: (folder / name).stat().st_mtime_ns for name in before} == before
 
@@ -459,7 +540,9 @@ def command(config: RunConfig, folder: Path) -> subprocess.Popen[str]:
     )
 
 
-def wait_for_lines(process: subprocess.Popen[str], path: Path, number: int, seconds: float = 120) -> None:
+def wait_for_lines(
+    process: subprocess.Popen[str], path: Path, number: int, seconds: float = 120
+) -> None:
     deadline = time.monotonic() + seconds
     while not path.exists() or path.read_bytes().count(b"\n") < number:
         assert process.poll() is None, process.communicate()[1]
@@ -469,7 +552,8 @@ def wait_for_lines(process: subprocess.Popen[str], path: Path, number: int, seco
 
 def test_a_run_that_was_killed_resumes_as_if_never_stopped(whole: Whole, tmp_path: Path) -> None:
     endless = dataclasses.replace(
-        whole.config, training=dataclasses.replace(whole.config.training, num_steps=10_000, checkpoint_every=2)
+        whole.config,
+        training=dataclasses.replace(whole.config.training, num_steps=10_000, checkpoint_every=2),
     )
     process = command(endless, tmp_path)
     try:
@@ -489,7 +573,8 @@ def test_an_interrupted_run_saves_its_last_whole_step_and_resumes(
     number: signal.Signals, whole: Whole, tmp_path: Path
 ) -> None:
     endless = dataclasses.replace(
-        whole.config, training=dataclasses.replace(whole.config.training, num_steps=10_000, checkpoint_every=0)
+        whole.config,
+        training=dataclasses.replace(whole.config.training, num_steps=10_000, checkpoint_every=0),
     )
     process = command(endless, tmp_path)
     try:

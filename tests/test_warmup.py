@@ -14,11 +14,13 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eepo import checkpoint, recipe
+from eepo import recipe
 from eepo.assemble import build_trainer, build_warmup
 from eepo.config import RunConfig, WarmupConfig
-from eepo.progress import Progress
-from eepo.runlog import EVALUATIONS, METRICS, read_lines
+from eepo.runs import checkpoint
+from eepo.runs.jsonl import read_records
+from eepo.runs.progress import Progress
+from eepo.runs.runlog import EVALUATIONS, METRICS
 from eepo.types import UserError
 from eepo.warmup import Warmup, learning_rate
 
@@ -27,7 +29,13 @@ TINY: dict[str, Any] = {
     "max_new_tokens": 10,
     "scratch": {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2},
     "task": {"num_evaluation": 3},
-    "supervised": {"num_steps": 12, "batch_size": 16, "learning_rate": 1e-2, "ramp_steps": 3, "checkpoint_every": 4},
+    "supervised": {
+        "num_steps": 12,
+        "batch_size": 16,
+        "learning_rate": 1e-2,
+        "ramp_steps": 3,
+        "checkpoint_every": 4,
+    },
     "evaluation": {"num_samples": 2},
 }
 
@@ -53,7 +61,8 @@ def run(config: WarmupConfig, out: Path, resume: bool = False) -> Path:
 
 def rows(folder: Path, name: str) -> list[dict[str, Any]]:
     return [
-        {key: value for key, value in row.items() if not key.startswith("seconds")} for row in read_lines(folder / name)
+        {key: value for key, value in row.items() if not key.startswith("seconds")}
+        for row in read_records(folder / name)
     ]
 
 
@@ -88,7 +97,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Pat
 def test_a_few_steps_from_scratch_lower_the_loss(whole: tuple[Path, dict[int, Path]]) -> None:
     losses = [row["loss"] for row in rows(whole[0], METRICS)]
     assert len(losses) == 12
-    assert losses[0] == pytest.approx(5.35, abs=0.3), "an untrained model knows nothing: the log of 211 words"
+    assert losses[0] == pytest.approx(5.35, abs=0.3), (
+        "an untrained model knows nothing: the log of 211 words"
+    )
     assert losses[-1] < losses[0] - 1
 
 
@@ -98,14 +109,18 @@ def test_the_run_is_evaluated_once_at_the_end(whole: tuple[Path, dict[int, Path]
 
 
 @pytest.mark.parametrize("step", [4, 8, 12])
-def test_resuming_is_never_having_stopped(step: int, whole: tuple[Path, dict[int, Path]], tmp_path: Path) -> None:
+def test_resuming_is_never_having_stopped(
+    step: int, whole: tuple[Path, dict[int, Path]], tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(whole[1][step], tmp_path / "run"))
     with (folder / METRICS).open("a") as file:
         file.write('{"step": 13, "loss": 0.0}\n{"step"')
     assert_same_run(run(tiny(), folder, resume=True), whole[0])
 
 
-def test_resuming_a_finished_warm_start_changes_nothing(whole: tuple[Path, dict[int, Path]], tmp_path: Path) -> None:
+def test_resuming_a_finished_warm_start_changes_nothing(
+    whole: tuple[Path, dict[int, Path]], tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(whole[0], tmp_path / "run"))
     assert_same_run(run(tiny(), folder, resume=True), whole[0])
 
@@ -146,36 +161,62 @@ def test_demonstrations_drawn_in_other_processes_are_the_same(
     assert_same_run(run(config, tmp_path / "run"), whole[0])
 
 
-def test_the_seed_decides_the_weights_it_starts_from(whole: tuple[Path, dict[int, Path]], tmp_path: Path) -> None:
-    other = run(tiny(supervised={"num_steps": 1, "seed": 1}, task={"num_evaluation": 1}), tmp_path / "run")
+def test_the_seed_decides_the_weights_it_starts_from(
+    whole: tuple[Path, dict[int, Path]], tmp_path: Path
+) -> None:
+    other = run(
+        tiny(supervised={"num_steps": 1, "seed": 1}, task={"num_evaluation": 1}), tmp_path / "run"
+    )
     assert rows(other, METRICS)[0]["loss"] != rows(whole[0], METRICS)[0]["loss"]
 
 
-def test_what_it_makes_can_be_trained_on_by_its_run_folder(whole: tuple[Path, dict[int, Path]], tmp_path: Path) -> None:
+def test_what_it_makes_can_be_trained_on_by_its_run_folder(
+    whole: tuple[Path, dict[int, Path]], tmp_path: Path
+) -> None:
     tables = {
         "model": {"path": str(whole[0])},
         "task": {"num_evaluation": 1},
         "algorithm": {"group_size": 4, "max_new_tokens": 8},
-        "training": {"num_steps": 1, "prompts_per_step": 2, "prompts_per_mini_batch": 2, "learning_rate": 0.0},
+        "training": {
+            "num_steps": 1,
+            "prompts_per_step": 2,
+            "prompts_per_mini_batch": 2,
+            "learning_rate": 0.0,
+        },
         "evaluation": {"num_samples": 2},
     }
-    trainer = build_trainer(recipe.parse(RunConfig, tables, "test"), tmp_path / "rl", False, quiet())
+    trainer = build_trainer(
+        recipe.parse(RunConfig, tables, "test"), tmp_path / "rl", False, quiet()
+    )
     trainer.run()
-    warm, final = (load_file(folder / "final" / "model.safetensors") for folder in (whole[0], tmp_path / "rl"))
+    warm, final = (
+        load_file(folder / "final" / "model.safetensors") for folder in (whole[0], tmp_path / "rl")
+    )
     assert warm.keys() == final.keys()
-    assert all(torch.equal(warm[name], final[name]) for name in warm), "at a learning rate of 0 nothing moves"
+    assert all(torch.equal(warm[name], final[name]) for name in warm), (
+        "at a learning rate of 0 nothing moves"
+    )
 
 
-def test_a_warm_start_may_start_from_a_base_model(whole: tuple[Path, dict[int, Path]], tmp_path: Path) -> None:
+def test_a_warm_start_may_start_from_a_base_model(
+    whole: tuple[Path, dict[int, Path]], tmp_path: Path
+) -> None:
     config = tiny(
         model={"path": "builtin:countdown"},
-        supervised={"num_steps": 2, "learning_rate": 1e-4, "checkpoint_every": 1, "save_dtype": "bfloat16"},
+        supervised={
+            "num_steps": 2,
+            "learning_rate": 1e-4,
+            "checkpoint_every": 1,
+            "save_dtype": "bfloat16",
+        },
         task={"num_evaluation": 2},
     )
     folder = run(config, tmp_path / "run")
     losses = [row["loss"] for row in rows(folder, METRICS)]
     assert max(losses) < 2, "it already knows the task"
-    assert {tensor.dtype for tensor in load_file(folder / "final" / "model.safetensors").values()} == {torch.bfloat16}
+    assert {
+        tensor.dtype for tensor in load_file(folder / "final" / "model.safetensors").values()
+    } == {torch.bfloat16}
     assert AutoModelForCausalLM.from_pretrained(folder / "final").config.hidden_size == 128
     assert AutoTokenizer.from_pretrained(folder / "final").eos_token == "<eos>"
 
@@ -205,9 +246,14 @@ def test_the_recorded_learning_rate_is_the_schedule(whole: tuple[Path, dict[int,
 
 def test_the_scheduled_learning_rate_is_the_one_used(tmp_path: Path) -> None:
     """AdamW's first step moves a weight by about the rate, whatever the gradient."""
-    config = tiny(supervised={"num_steps": 1, "learning_rate": 1e-2, "ramp_steps": 100}, task={"num_evaluation": 1})
+    config = tiny(
+        supervised={"num_steps": 1, "learning_rate": 1e-2, "ramp_steps": 100},
+        task={"num_evaluation": 1},
+    )
     warmup = build_warmup(config, tmp_path / "run", False, quiet())
     before = {name: weight.clone() for name, weight in warmup.policy.named_weights()}
     warmup.run()
-    moved = max(float((weight - before[name]).abs().max()) for name, weight in warmup.policy.named_weights())
+    moved = max(
+        float((weight - before[name]).abs().max()) for name, weight in warmup.policy.named_weights()
+    )
     assert moved == pytest.approx(1e-4, rel=0.1)

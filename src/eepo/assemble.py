@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 
-from eepo import checkpoint, memory, pretrained, recipe
-from eepo.alarm import Guard
+from eepo import recipe
 from eepo.algorithm import EEPO
-from eepo.compiled import compile_layers, wants_compiling
 from eepo.config import (
     AlarmConfig,
     LoggingConfig,
@@ -27,18 +25,22 @@ from eepo.config import (
     TrainingConfig,
     WarmupConfig,
 )
-from eepo.evaluation.benchmarks import BenchmarkEvaluation, BenchmarkOptions, weights_digest
+from eepo.evaluation.benchmark_run import BenchmarkEvaluation, BenchmarkOptions, weights_digest
 from eepo.evaluation.sets import PromptSet, load_sets, pick_template, prompt_sets, run_tables
 from eepo.evaluation.store import Store
-from eepo.loggers import build_logger, check_logger
-from eepo.optimizers import build_optimizer
-from eepo.policy import Policy
-from eepo.progress import Progress
+from eepo.model import loading, memory
+from eepo.model.compilation import compile_layers, wants_compiling
+from eepo.model.optimizers import build_optimizer
+from eepo.model.policy import Policy
 from eepo.protocols import RolloutEngine, Task
 from eepo.rewards import build_grader, build_reward
-from eepo.rollout.embedded import embedded_engine
+from eepo.rollout.builtin import embedded_engine
 from eepo.rollout.vllm import VLLMEngine
-from eepo.runlog import RunLog, resume_command
+from eepo.runs import checkpoint
+from eepo.runs.alarm import Guard
+from eepo.runs.loggers import build_logger, check_logger
+from eepo.runs.progress import Progress
+from eepo.runs.runlog import RunLog, resume_command
 from eepo.tasks import build_task
 from eepo.tasks.countdown import build_tokenizer
 from eepo.trainer import Trainer
@@ -71,17 +73,23 @@ def build_trainer(config: RunConfig, out: Path, resume: bool, progress: Progress
     """A trainer at step 0, or where the newest checkpoint of `out` left off."""
     check_logger(config.logging)
     start = find_start(config, out, resume)
-    device = pretrained.pick_device(config.model.device)
+    device = loading.pick_device(config.model.device)
     free = memory.free_memory(device)
-    tokenizer = pretrained.load_tokenizer(config.model)
-    reference = pretrained.load_model(config.model, device)
-    model = pretrained.load_model(_at(config.model, start), device) if start else copy.deepcopy(reference)
+    tokenizer = loading.load_tokenizer(config.model)
+    reference = loading.load_model(config.model, device)
+    model = (
+        loading.load_model(_at(config.model, start), device) if start else copy.deepcopy(reference)
+    )
     task = _task(config.task, tokenizer, config.training.seed, progress)
-    check_length(model, _prompts(task, config), "algorithm.max_new_tokens =", config.algorithm.max_new_tokens)
-    if text := pretrained.two_types(config, device):
+    check_length(
+        model, _prompts(task, config), "algorithm.max_new_tokens =", config.algorithm.max_new_tokens
+    )
+    if text := loading.two_types(config, device):
         progress.say(f"note: {text}; make rollout.dtype and model.compute_dtype one")
     keep = _room_for_cache(model, config, free) if free and device.type == "cuda" else None
-    engine = _engine(model, tokenizer, config.rollout, config.model.compile, keep)  # from before the policy packs it
+    engine = _engine(
+        model, tokenizer, config.rollout, config.model.compile, keep
+    )  # from before the policy packs it
     algorithm = EEPO(
         policy=_policy(model, config.model),
         reference=_reference(reference, config.model) if config.algorithm.kl_coef > 0 else None,
@@ -95,7 +103,9 @@ def build_trainer(config: RunConfig, out: Path, resume: bool, progress: Progress
     done = checkpoint.step_of(start) if start else 0
     logger = build_logger(config.logging, out, done, dataclasses.asdict(config), progress)
     log = open_log(config, out, start, device)
-    trainer = Trainer(config, algorithm, task, tokenizer, log, progress, Guard(config.alarm, out), logger)
+    trainer = Trainer(
+        config, algorithm, task, tokenizer, log, progress, Guard(config.alarm, out), logger
+    )
     if start:
         trainer.restore(start)
     return trainer
@@ -103,16 +113,18 @@ def build_trainer(config: RunConfig, out: Path, resume: bool, progress: Progress
 
 def build_warmup(config: WarmupConfig, out: Path, resume: bool, progress: Progress) -> Warmup:
     start = find_start(config, out, resume)
-    device = pretrained.pick_device(config.model.device)
+    device = loading.pick_device(config.model.device)
     scratch = config.model.path == "scratch"
-    tokenizer = build_tokenizer() if scratch else pretrained.load_tokenizer(config.model)
+    tokenizer = build_tokenizer() if scratch else loading.load_tokenizer(config.model)
     if start:
-        model = pretrained.load_model(_at(config.model, start), device)
+        model = loading.load_model(_at(config.model, start), device)
     elif scratch:
         model = new_model(config.scratch, tokenizer, config.supervised.seed).to(device)
     else:
-        model = pretrained.load_model(config.model, device)
-    engine = _engine(model, tokenizer, config.rollout, config.model.compile)  # a copy from before the policy packs it
+        model = loading.load_model(config.model, device)
+    engine = _engine(
+        model, tokenizer, config.rollout, config.model.compile
+    )  # a copy from before the policy packs it
     warmup = Warmup(
         config=config,
         policy=_policy(model, config.model),
@@ -129,36 +141,62 @@ def build_warmup(config: WarmupConfig, out: Path, resume: bool, progress: Progre
     return warmup
 
 
-def build_evaluation(options: BenchmarkOptions, out: Path, progress: Progress) -> BenchmarkEvaluation:
+def build_evaluation(
+    options: BenchmarkOptions, out: Path, progress: Progress
+) -> BenchmarkEvaluation:
     """On benchmarks, from the start or where the one in `out` was stopped. Mistakes show before weights are loaded."""
     problems = load_sets(options.benchmarks, options.data_dir, options.limit)
     tables = run_tables(options.model)
-    template, stop = pick_template(options.template, tables), tables.get("rollout", {}).get("stop", "")
+    template, stop = (
+        pick_template(options.template, tables),
+        tables.get("rollout", {}).get("stop", ""),
+    )
     where = ModelConfig(options.model, options.revision, options.trust_remote_code, options.device)
-    device, tokenizer = pretrained.pick_device(where.device), pretrained.load_tokenizer(where)
+    device, tokenizer = loading.pick_device(where.device), loading.load_tokenizer(where)
     if tokenizer.chat_template and options.template is None and not tables:
-        progress.say(f'prompts are in template "{template}"; the model has a chat template: --template chat uses it')
+        progress.say(
+            f'prompts are in template "{template}"; the model has a chat template: --template chat uses it'
+        )
     sets = prompt_sets(problems, template, tokenizer, options.max_prompt_tokens)
-    dtype = pretrained.pick_dtype("auto", device)
+    dtype = loading.pick_dtype("auto", device)
     store, reward = Store(out), build_grader(RewardConfig(name=options.reward))
-    settings = _evaluation_settings(options, sets) | {"template": template, "stop": stop, "dtype": str(dtype)}
+    settings = _evaluation_settings(options, sets) | {
+        "template": template,
+        "stop": stop,
+        "dtype": str(dtype),
+    }
     store.check(settings)
-    model = pretrained.load_model(where, device, dtype)
-    check_length(model, (one for each in sets for one in each.prompts), "--max-new-tokens", options.max_new_tokens)
+    model = loading.load_model(where, device, dtype)
+    check_length(
+        model,
+        (one for each in sets for one in each.prompts),
+        "--max-new-tokens",
+        options.max_new_tokens,
+    )
     store.open(settings | {"weights": weights_digest(model)}, _describe(device))
     engine = embedded_engine(model, tokenizer, options.max_rows, stop)
     sampling = Sampling(options.temperature, options.max_new_tokens, options.seed)
-    return BenchmarkEvaluation(engine, reward, sets, store, options.num_samples, sampling, options.max_rows, progress)
+    return BenchmarkEvaluation(
+        engine, reward, sets, store, options.num_samples, sampling, options.max_rows, progress
+    )
 
 
 def _evaluation_settings(options: BenchmarkOptions, sets: list[PromptSet]) -> dict[str, Any]:
     """What makes another evaluation when it changes: a folder holds one."""
-    names = ("model", "revision", "reward", "max_new_tokens", "max_prompt_tokens", "limit", "num_samples")
+    names = (
+        "model",
+        "revision",
+        "reward",
+        "max_new_tokens",
+        "max_prompt_tokens",
+        "limit",
+        "num_samples",
+    )
     return {
         **{name: getattr(options, name) for name in names},
         "temperature": options.temperature if options.num_samples else None,
         "seed": options.seed if options.num_samples else None,
-        "path": pretrained.resolve(options.model),
+        "path": loading.resolve(options.model),
         "benchmarks": {one.name: one.settings() for one in sets},
     }
 
@@ -175,7 +213,9 @@ def check_length(model: Any, prompts: Iterable[Prompt], knob: str, max_new_token
         )
 
 
-def find_start(config: RunConfig | WarmupConfig, out: Path, resume: bool, advice: str = "") -> Path | None:
+def find_start(
+    config: RunConfig | WarmupConfig, out: Path, resume: bool, advice: str = ""
+) -> Path | None:
     """The checkpoint to go on from, if any. Writes nothing: a run that cannot begin leaves no folder behind.
 
     `advice`: what to do where the run there has other knobs; by default that of a single run.
@@ -184,13 +224,17 @@ def find_start(config: RunConfig | WarmupConfig, out: Path, resume: bool, advice
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; give a folder")
     if written.exists() and not resume:
-        raise UserError(f"--out {out} already holds a run; add --resume to go on with it, or give another folder")
+        raise UserError(
+            f"--out {out} already holds a run; add --resume to go on with it, or give another folder"
+        )
     if written.exists():
         _check_same(config, written, advice or _advice(config, out))
     return checkpoint.latest(out / "checkpoints") if written.exists() else None
 
 
-def open_log(config: RunConfig | WarmupConfig, out: Path, start: Path | None, device: torch.device) -> RunLog:
+def open_log(
+    config: RunConfig | WarmupConfig, out: Path, start: Path | None, device: torch.device
+) -> RunLog:
     """The run's records, back at the step from which it goes on."""
     log = RunLog(out)
     log.rewind(checkpoint.step_of(start) if start else 0)
@@ -247,7 +291,9 @@ def _flat(config: Any) -> list[tuple[str, Any]]:
     items: list[tuple[str, Any]] = []
     for key, value in dataclasses.asdict(config).items():
         items += (
-            [(f"{key}.{name}", inner) for name, inner in value.items()] if isinstance(value, dict) else [(key, value)]
+            [(f"{key}.{name}", inner) for name, inner in value.items()]
+            if isinstance(value, dict)
+            else [(key, value)]
         )
     return items
 
@@ -273,7 +319,7 @@ def _at(config: ModelConfig, folder: Path) -> ModelConfig:
 
 
 def _policy(model: Any, config: ModelConfig) -> Policy:
-    compute = pretrained.pick_dtype(config.compute_dtype, model.device)
+    compute = loading.pick_dtype(config.compute_dtype, model.device)
     policy = Policy(model, config.micro_batch_tokens, config.head_tokens, compute)
     if wants_compiling(model, config.compile):
         compile_layers(model)
@@ -282,9 +328,11 @@ def _policy(model: Any, config: ModelConfig) -> Policy:
 
 def _reference(model: Any, config: ModelConfig) -> Policy:
     """Only read, and where that is in bf16 held in it, too."""
-    compute = pretrained.pick_dtype(config.compute_dtype, model.device)
+    compute = loading.pick_dtype(config.compute_dtype, model.device)
     dtype = compute if compute == torch.bfloat16 else None
-    policy = Policy(model.requires_grad_(False), config.micro_batch_tokens, config.head_tokens, compute, dtype)
+    policy = Policy(
+        model.requires_grad_(False), config.micro_batch_tokens, config.head_tokens, compute, dtype
+    )
     if wants_compiling(model, config.compile):
         compile_layers(model)
     return policy
@@ -292,24 +340,30 @@ def _reference(model: Any, config: ModelConfig) -> Policy:
 
 def _room_for_cache(model: Any, config: RunConfig, free: int) -> int:
     shape = memory.shape_of(model.config, sum(weight.numel() for weight in model.parameters()))
-    return memory.spare(shape, config, pretrained.pick_dtype(config.rollout.dtype, model.device), free)
+    return memory.spare(shape, config, loading.pick_dtype(config.rollout.dtype, model.device), free)
 
 
 def _engine(
     model: Any, tokenizer: Any, config: RolloutConfig, compiled: str, keep_bytes: int | None = None
 ) -> RolloutEngine:
     """On a copy of its own, in its own type."""
-    dtype = pretrained.pick_dtype(config.dtype, model.device)
+    dtype = loading.pick_dtype(config.dtype, model.device)
     if config.engine == "vllm":
-        return VLLMEngine(model, tokenizer, dtype, config.max_rows, config.stop, config.gpu_memory_share)
+        return VLLMEngine(
+            model, tokenizer, dtype, config.max_rows, config.stop, config.gpu_memory_share
+        )
     own = copy.deepcopy(model)
-    for weight in own.parameters():  # not the buffers: rotary frequencies in bf16 turn by radians within 1,000 tokens
+    for weight in (
+        own.parameters()
+    ):  # not the buffers: rotary frequencies in bf16 turn by radians within 1,000 tokens
         weight.data = weight.data.to(dtype)
     return embedded_engine(own, tokenizer, config.max_rows, config.stop, compiled, keep_bytes)
 
 
 def _optimizer(model: Any, loop: TrainingConfig | SupervisedConfig) -> torch.optim.Optimizer:
-    return build_optimizer(loop.optimizer, model.parameters(), loop.learning_rate, loop.weight_decay, loop.seed)
+    return build_optimizer(
+        loop.optimizer, model.parameters(), loop.learning_rate, loop.weight_decay, loop.seed
+    )
 
 
 def _describe(device: torch.device) -> str:

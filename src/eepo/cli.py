@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eepo.progress import Progress
+from eepo.runs.progress import Progress
 from eepo.types import UserError
 
 if TYPE_CHECKING:
@@ -25,19 +25,40 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 
-Recipe = Annotated[str, typer.Argument(help="A TOML file, or a shipped recipe by name, such as `countdown/eepo`.")]
-Recipes = Annotated[list[str], typer.Argument(help="TOML files or shipped recipes by name; the first is the baseline.")]
+Recipe = Annotated[
+    str, typer.Argument(help="A TOML file, or a shipped recipe by name, such as `countdown/eepo`.")
+]
+Recipes = Annotated[
+    list[str],
+    typer.Argument(help="TOML files or shipped recipes by name; the first is the baseline."),
+]
 Out = Annotated[Path, typer.Option("--out", help="The run's folder.")]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="Change one knob of the recipe; repeatable.")
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=VALUE", help="Change one knob of the recipe; repeatable."),
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out, from its newest checkpoint.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on with the run in --out, from its newest checkpoint.")
+]
 Measure = Annotated[str, typer.Option("--measure", help="greedy, mean, distinct or pass@K.")]
-On = Annotated[str, typer.Option("--on", metavar="SET", help="The evaluation set it is on; default: average of all.")]
-Line = Annotated[
-    list[Path] | None, typer.Option("--line", metavar="RUN", help="A run, or a folder of its seeds, as a dashed line.")
+On = Annotated[
+    str,
+    typer.Option(
+        "--on", metavar="SET", help="The evaluation set it is on; default: average of all."
+    ),
 ]
-Seeds = Annotated[int, typer.Option("--seeds", min=1, help="How many seeds for each recipe, from the recipe's own on.")]
+Line = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--line", metavar="RUN", help="A run, or a folder of its seeds, as a dashed line."
+    ),
+]
+Seeds = Annotated[
+    int,
+    typer.Option(
+        "--seeds", min=1, help="How many seeds for each recipe, from the recipe's own on."
+    ),
+]
 
 
 def _print_version(wanted: bool) -> None:
@@ -49,7 +70,10 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def options(
     _: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version, and end.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version, and end."
+        ),
     ] = False,
 ) -> None:
     """What goes without a command."""
@@ -94,15 +118,21 @@ def train(recipe: Recipe, out: Out, overrides: Overrides = None, resume: Resume 
 def doctor(
     recipe: Recipe,
     overrides: Overrides = None,
-    samples: Annotated[int, typer.Option("--samples", min=1, max=1024, help="Prompts to sample completions for.")] = 8,
-    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N; empty: the recipe's.")] = "",
+    samples: Annotated[
+        int, typer.Option("--samples", min=1, max=1024, help="Prompts to sample completions for.")
+    ] = 8,
+    device: Annotated[
+        str, typer.Option("--device", help="auto, cpu, cuda or cuda:N; empty: the recipe's.")
+    ] = "",
 ) -> None:
     """Check a recipe before hours are spent: model, data, prompt, gold answers, memory and a few samples."""
-    from eepo.doctor import examine
+    from eepo.experiments.doctor import examine
 
     progress = Progress()
     levels = []
-    for finding in examine(recipe, [*(overrides or ()), *([f"model.device={device}"] if device else ())], samples):
+    for finding in examine(
+        recipe, [*(overrides or ()), *([f"model.device={device}"] if device else ())], samples
+    ):
         progress.say(finding.line())
         levels.append(finding.level)
     progress.say(f"{levels.count('fail')} failed, {levels.count('warn')} to look at")
@@ -117,7 +147,11 @@ def compare(
     seeds: Seeds = 3,
     overrides: Overrides = None,
     equal_time: Annotated[
-        bool, typer.Option("--equal-time", help="Every other recipe trains for as many seconds as the first one took.")
+        bool,
+        typer.Option(
+            "--equal-time",
+            help="Every other recipe trains for as many seconds as the first one took.",
+        ),
     ] = False,
 ) -> None:
     """Train recipes over seeds at equal rollouts, or equal time; print means with 95 % intervals, write a report."""
@@ -127,18 +161,23 @@ def compare(
 @app.command()
 def sweep(
     recipe: Recipe,
-    grid: Annotated[list[str], typer.Option("--grid", metavar="A.B=X,Y", help="A knob and its values; repeatable.")],
+    grid: Annotated[
+        list[str],
+        typer.Option("--grid", metavar="A.B=X,Y", help="A knob and its values; repeatable."),
+    ],
     out: Annotated[Path, typer.Option("--out", help="The sweep's folder.")],
     seeds: Seeds = 3,
     overrides: Overrides = None,
-    jobs: Annotated[int, typer.Option("--jobs", min=0, help="Runs at a time; 0: one a GPU, or two cores each.")] = 0,
+    jobs: Annotated[
+        int, typer.Option("--jobs", min=0, help="Runs at a time; 0: one a GPU, or two cores each.")
+    ] = 0,
     measure: Measure = "mean",
     on: On = "",
     line: Line = None,
 ) -> None:
     """Train a recipe over a grid of knobs and seeds, several at a time. Stopped, it goes on with the same command."""
-    from eepo.reports.sweep import check_measure, make_scale, read_method
-    from eepo.sweep import check_set, plan, run_sweep
+    from eepo.experiments.sweep import check_set, plan, run_sweep
+    from eepo.reports.sweep_tables import check_measure, make_scale, read_method
 
     planned = plan(recipe, overrides or (), grid, seeds, out)
     check_measure(measure, planned.base.evaluation.num_samples)
@@ -152,21 +191,25 @@ def sweep(
     for title, why in failed.items():
         progress.say(f"failed: {title}: {why}")
     if failed:
-        progress.say(f"{len(failed)} of {len(planned.runs)} runs failed; the same command tries them again")
+        progress.say(
+            f"{len(failed)} of {len(planned.runs)} runs failed; the same command tries them again"
+        )
         raise typer.Exit(1)
 
 
 @app.command()
 def hyper(
     sweeps: Annotated[list[Path], typer.Argument(help="Folders of sweeps, one panel each.")],
-    out: Annotated[Path, typer.Option("--out", help="The picture; written as PNG and as SVG.")] = Path("hyper.png"),
+    out: Annotated[
+        Path, typer.Option("--out", help="The picture; written as PNG and as SVG.")
+    ] = Path("hyper.png"),
     measure: Measure = "mean",
     on: On = "",
     line: Line = None,
 ) -> None:
     """Draw a measure against the knob of each sweep, and other methods as dashed lines across."""
-    from eepo.reports.hyper import write_hyper
-    from eepo.reports.sweep import make_scale, read_method, read_sweep
+    from eepo.reports.sweep_figure import write_hyper
+    from eepo.reports.sweep_tables import make_scale, read_method, read_sweep
 
     results = [read_sweep(folder) for folder in sweeps]
     lines = [run for folder in line or () for run in read_method(folder)]
@@ -178,9 +221,13 @@ def hyper(
 @app.command()
 def grade(
     file: Annotated[Path, typer.Argument(help='Lines {"gold": ..., "completion": ...}.')],
-    out: Annotated[Path | None, typer.Option("--out", help="Where to write; the standard output by default.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Where to write; the standard output by default.")
+    ] = None,
     reward: Annotated[str, typer.Option(help="math, exact, or your own module:function.")] = "math",
-    workers: Annotated[int, typer.Option(min=0, max=256, help="Processes; 0: one for each core, at most 8.")] = 0,
+    workers: Annotated[
+        int, typer.Option(min=0, max=256, help="Processes; 0: one for each core, at most 8.")
+    ] = 0,
 ) -> None:
     """Grade completions in processes that can be killed: the same lines, with "correct" and "reason", in order."""
     from rich.console import Console
@@ -202,7 +249,9 @@ def grade(
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(help="Folders of runs, or of a comparison or a sweep; a recipe's name tells methods apart."),
+        typer.Argument(
+            help="Folders of runs, or of a comparison or a sweep; a recipe's name tells methods apart."
+        ),
     ],
     out: Annotated[Path, typer.Option("--out", help="The page to write.")] = Path("report.html"),
 ) -> None:
@@ -213,46 +262,89 @@ def report(
 @app.command()
 def watch(
     runs: Annotated[
-        list[Path], typer.Argument(help="Folders of runs, or of a comparison or a sweep; they may be empty yet.")
+        list[Path],
+        typer.Argument(
+            help="Folders of runs, or of a comparison or a sweep; they may be empty yet."
+        ),
     ],
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="On this machine alone; 0: any.")] = 8642,
-    interval: Annotated[float, typer.Option("--interval", min=0.5, max=3600, help="Seconds between two looks.")] = 5,
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="On this machine alone; 0: any.")
+    ] = 8642,
+    interval: Annotated[
+        float, typer.Option("--interval", min=0.5, max=3600, help="Seconds between two looks.")
+    ] = 5,
 ) -> None:
     """Serve the report of runs to a browser on this machine, and keep it up to date as steps arrive."""
-    from eepo.watch import Watched, WatchServer
+    from eepo.reports.watch import Watched, WatchServer
 
-    with WatchServer(Watched(runs), port, interval) as server, contextlib.suppress(KeyboardInterrupt):
-        Progress().say(f"watching {', '.join(map(str, runs))} at {server.url} (Ctrl-C ends this, not the run)")
+    with (
+        WatchServer(Watched(runs), port, interval) as server,
+        contextlib.suppress(KeyboardInterrupt),
+    ):
+        Progress().say(
+            f"watching {', '.join(map(str, runs))} at {server.url} (Ctrl-C ends this, not the run)"
+        )
         server.serve_forever()
 
 
 @app.command("eval")
 def evaluate(
     model: Annotated[str, typer.Argument(help="A hub name, a folder, or a run: its last weights.")],
-    benchmarks: Annotated[str, typer.Option("--benchmarks", help="Names or files of problems, with commas.")],
-    data_dir: Annotated[str, typer.Option("--data-dir", help="Folder of the benchmarks' files; else the hub.")] = "",
-    out: Annotated[Path | None, typer.Option("--out", help="Default: evaluations/ and the model's name.")] = None,
-    samples: Annotated[int, typer.Option("--samples", min=0, help="Drawn for each problem, for pass@k.")] = 0,
-    temperature: Annotated[float | None, typer.Option("--temperature", help="Of the samples; default 1.")] = None,
+    benchmarks: Annotated[
+        str, typer.Option("--benchmarks", help="Names or files of problems, with commas.")
+    ],
+    data_dir: Annotated[
+        str, typer.Option("--data-dir", help="Folder of the benchmarks' files; else the hub.")
+    ] = "",
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Default: evaluations/ and the model's name.")
+    ] = None,
+    samples: Annotated[
+        int, typer.Option("--samples", min=0, help="Drawn for each problem, for pass@k.")
+    ] = 0,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", help="Of the samples; default 1.")
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the samples.")] = 0,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 4096,
-    max_prompt_tokens: Annotated[int, typer.Option("--max-prompt-tokens", min=1, help="Longer: left out.")] = 1024,
-    limit: Annotated[int, typer.Option("--limit", min=0, help="Only the first problems of each; 0: all.")] = 0,
+    max_prompt_tokens: Annotated[
+        int, typer.Option("--max-prompt-tokens", min=1, help="Longer: left out.")
+    ] = 1024,
+    limit: Annotated[
+        int, typer.Option("--limit", min=0, help="Only the first problems of each; 0: all.")
+    ] = 0,
     template: Annotated[
-        str | None, typer.Option("--template", help="boxed, chat, or a text with {problem}; default: a run's own.")
+        str | None,
+        typer.Option(
+            "--template", help="boxed, chat, or a text with {problem}; default: a run's own."
+        ),
     ] = None,
-    reward: Annotated[str, typer.Option("--reward", help="The grader: math, exact or module:function.")] = "math",
-    max_rows: Annotated[int, typer.Option("--max-rows", min=1, help="Completions sampled at the same time.")] = 128,
+    reward: Annotated[
+        str, typer.Option("--reward", help="The grader: math, exact or module:function.")
+    ] = "math",
+    max_rows: Annotated[
+        int, typer.Option("--max-rows", min=1, help="Completions sampled at the same time.")
+    ] = 128,
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
     revision: Annotated[str, typer.Option("--revision", help="Of a hub model.")] = "main",
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the model's own code.")
+    ] = False,
 ) -> None:
     """Evaluate on maths benchmarks: greedy pass@1, and pass@k of samples. Stopped, it goes on with the same command."""
     if temperature is not None and (not samples or not 0 < temperature < float("inf")):
-        raise UserError(f"--temperature {temperature} must be > 0 and goes with --samples; without them it is greedy")
+        raise UserError(
+            f"--temperature {temperature} must be > 0 and goes with --samples; without them it is greedy"
+        )
     from eepo import assemble
-    from eepo.evaluation.benchmarks import BenchmarkOptions
-    from eepo.reports.benchmarks import measures_grid, model_label, read_result, terminal, write_tables
+    from eepo.evaluation.benchmark_run import BenchmarkOptions
+    from eepo.reports.benchmark_tables import (
+        measures_grid,
+        model_label,
+        read_result,
+        terminal,
+        write_tables,
+    )
 
     names = tuple(name.strip() for name in benchmarks.split(",") if name.strip())
     options = BenchmarkOptions(
@@ -281,11 +373,13 @@ def evaluate(
 
 @app.command()
 def table(
-    folders: Annotated[list[str], typer.Argument(help="Evaluations, in the order of the rows; or LABEL=FOLDER.")],
+    folders: Annotated[
+        list[str], typer.Argument(help="Evaluations, in the order of the rows; or LABEL=FOLDER.")
+    ],
     out: Annotated[Path, typer.Option("--out", help="Folder of the tables.")] = Path("tables"),
 ) -> None:
     """Put evaluations of several models into one table, in Markdown and LaTeX."""
-    from eepo.reports.benchmarks import accuracy_grid, read_result, terminal, write_tables
+    from eepo.reports.benchmark_tables import accuracy_grid, read_result, terminal, write_tables
 
     progress = Progress()
     files = write_tables(folders, out)
@@ -317,23 +411,27 @@ def _compare(
     progress: Progress,
     equal_time: bool = False,
 ) -> None:
-    from eepo.comparison import compare
+    from eepo.experiments.compare import compare
     from eepo.recipe import load_run
 
-    folders = compare([load_run(name, overrides or ()) for name in names], seeds, out, progress, equal_time)
+    folders = compare(
+        [load_run(name, overrides or ()) for name in names], seeds, out, progress, equal_time
+    )
     _report(folders, out / "report.html", progress)
 
 
 def _swept(out: Path, lines: list[Run], measure: str, on: str, progress: Progress) -> None:
     from eepo.reports import comparison_rows, terminal_table
-    from eepo.reports.hyper import write_hyper
-    from eepo.reports.sweep import make_scale, read_sweep, sweep_sentences, write_tables
+    from eepo.reports.sweep_figure import write_hyper
+    from eepo.reports.sweep_tables import make_scale, read_sweep, sweep_sentences, write_tables
 
     result = read_sweep(out)
     if not result.runs:
         return
     scale = make_scale([*result.runs, *lines], measure, on)
-    files = write_tables(result, scale, lines) + write_hyper([result], lines, scale, out / "sweep.png")
+    files = write_tables(result, scale, lines) + write_hyper(
+        [result], lines, scale, out / "sweep.png"
+    )
     progress.console.print(terminal_table(comparison_rows(result.runs)))
     for sentence in sweep_sentences(result, scale, lines):
         progress.say(sentence)
@@ -341,7 +439,13 @@ def _swept(out: Path, lines: list[Run], measure: str, on: str, progress: Progres
 
 
 def _report(folders: list[Path], out: Path, progress: Progress) -> None:
-    from eepo.reports import comparison_rows, read_runs, summary_sentences, terminal_table, write_report
+    from eepo.reports import (
+        comparison_rows,
+        read_runs,
+        summary_sentences,
+        terminal_table,
+        write_report,
+    )
 
     runs = read_runs(folders)
     page = write_report(folders, out)

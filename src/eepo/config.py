@@ -10,14 +10,22 @@ from string import Formatter
 from typing import Any, Literal
 
 
-def knob(default: Any, *, above: float | None = None, least: float | None = None, most: float | None = None) -> Any:
+def knob(
+    default: Any,
+    *,
+    above: float | None = None,
+    least: float | None = None,
+    most: float | None = None,
+) -> Any:
     """A field with a range: `above` is exclusive, `least` and `most` are inclusive."""
     return field(default=default, metadata={"above": above, "least": least, "most": most})
 
 
 def compiles(choice: str, num_parameters: int) -> bool:
     """What `model.compile` says of a model of this size, where it can be compiled at all."""
-    return choice == "on" or (choice == "auto" and num_parameters >= 100_000_000)  # else steps are too short for it
+    return choice == "on" or (
+        choice == "auto" and num_parameters >= 100_000_000
+    )  # else steps are too short for it
 
 
 @dataclass(frozen=True)
@@ -29,8 +37,12 @@ class ModelConfig:
     trust_remote_code: bool = False
     device: str = "auto"  # auto | cpu | cuda | cuda:N
     gradient_checkpointing: bool = False
-    compile: Literal["auto", "on", "off"] = "auto"  # layers, on a GPU; auto: of models with 100 million weights or more
-    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of products in training; auto: bfloat16 on a GPU
+    compile: Literal["auto", "on", "off"] = (
+        "auto"  # layers, on a GPU; auto: of models with 100 million weights or more
+    )
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = (
+        "auto"  # of products in training; auto: bfloat16 on a GPU
+    )
     micro_batch_tokens: int = knob(16384, least=1)  # padded tokens in one forward pass
     head_tokens: int = knob(4096, least=1)  # positions whose logits exist at one time
 
@@ -49,7 +61,9 @@ class CountdownConfig:
     num_train: int = knob(0, least=0)  # 0: a fresh problem every time
     num_evaluation: int = knob(200, least=1)  # problems in each evaluation set
     template: str = "{numbers} = {target} :"
-    seed: int = knob(0, least=0)  # of the problem sets; the run's own seed says which of them come when
+    seed: int = knob(
+        0, least=0
+    )  # of the problem sets; the run's own seed says which of them come when
 
 
 @dataclass(frozen=True)
@@ -75,14 +89,20 @@ class DatasetConfig:
     name: Literal["dataset"] = "dataset"
     train: str = ""
     train_split: str = "train"  # of a hub data set
-    evaluation: tuple[str, ...] = ()  # benchmarks by name (math500, amc23, ...), files or hub data sets
+    evaluation: tuple[
+        str, ...
+    ] = ()  # benchmarks by name (math500, amc23, ...), files or hub data sets
     evaluation_split: str = "test"
-    data_dir: str = ""  # where files, and benchmarks as files, are looked for; empty: here, and the hub
+    data_dir: str = (
+        ""  # where files, and benchmarks as files, are looked for; empty: here, and the hub
+    )
     problem_column: str = "problem"
     answer_column: str = "answer"  # a final answer, or a solution that ends in \\boxed{} or ####
     level_column: str = "level"
     levels: tuple[int, ...] = ()  # keep only these; empty: all
-    skip_unanswered: bool = False  # leave training rows without an answer out, and count them; false: they are errors
+    skip_unanswered: bool = (
+        False  # leave training rows without an answer out, and count them; false: they are errors
+    )
     template: str = "boxed"  # boxed: an instruction for base models; chat: the model's own; or a text with {problem}
     max_prompt_tokens: int = knob(1024, least=1)  # longer prompts are left out, and counted
 
@@ -106,8 +126,12 @@ class RewardConfig:
     """How completions are graded: by the task's own grader, one of ours by name, or the user's `module:function`."""
 
     name: str = "auto"  # auto | math | exact | countdown | reasoning_gym | module:function
-    num_workers: int = knob(0, least=0, most=256)  # grading processes; 0: one for each core, at most 8
-    cpu_seconds: float = knob(1.0, above=0, most=3600)  # for one completion; over it, its process is killed
+    num_workers: int = knob(
+        0, least=0, most=256
+    )  # grading processes; 0: one for each core, at most 8
+    cpu_seconds: float = knob(
+        1.0, above=0, most=3600
+    )  # for one completion; over it, its process is killed
     memory_mb: int = knob(1024, least=64)  # of one grading process, beyond what it starts with
 
 
@@ -126,16 +150,26 @@ class AlgorithmConfig:
     unlearn_lr: float | Literal["auto"] = knob(3e-3, least=0)
     unlearn_kl_target: float = knob(1e-3, above=0)  # for unlearn_lr = "auto"
     unlearn_loss: Literal["comp", "nll"] = "comp"
-    unlearn_on: Literal["all", "rewarded", "unrewarded", "stuck"] = "all"  # stuck: groups whose rewards are equal
-    unlearn_max_completions: int = knob(0, least=0)  # in one unlearning step, evenly chosen; 0: all there are
+    unlearn_on: Literal["all", "rewarded", "unrewarded", "zero_variance"] = (
+        "all"  # stuck: groups whose rewards are equal
+    )
+    unlearn_max_completions: int = knob(
+        0, least=0
+    )  # in one unlearning step, evenly chosen; 0: all there are
     unlearn_eps: float = knob(1e-4, above=0, most=0.5)
     saturation: Literal["stop", "exact"] = "stop"
     probe_completions: int = knob(64, least=1)  # stage-1 completions on which KL(θ‖θ′) is measured
 
     advantage_baseline: Literal["group", "stage"] = "group"
-    later_advantages: Literal["all", "positive"] = "all"  # after stage 1; positive: what does worse is not punished
-    failure_weight: float = knob(1.0, least=0, most=1)  # of what does worse than its group, against what does better
-    rare_weight: float = knob(0.0, least=0, most=1)  # how much more an unlikely success weighs than a likely one
+    later_advantages: Literal["all", "positive"] = (
+        "all"  # after stage 1; positive: what does worse is not punished
+    )
+    failure_weight: float = knob(
+        1.0, least=0, most=1
+    )  # of what does worse than its group, against what does better
+    rare_weight: float = knob(
+        0.0, least=0, most=1
+    )  # how much more an unlikely success weighs than a likely one
     clip_low: float = knob(0.2, above=0, most=1)
     clip_high: float = knob(0.2, above=0)
     kl_coef: float = knob(1e-4, least=0)
@@ -147,10 +181,14 @@ class TrainingConfig:
     """The loop: how many prompts, how often, and the optimizer."""
 
     num_steps: int = knob(100, least=0)
-    max_seconds: float = knob(0.0, least=0)  # of steps alone: the first step that reaches it is the last; 0: no limit
+    max_seconds: float = knob(
+        0.0, least=0
+    )  # of steps alone: the first step that reaches it is the last; 0: no limit
     prompts_per_step: int = knob(128, least=1)
     prompts_per_mini_batch: int = knob(64, least=1)
-    optimizer: Literal["adamw", "adamw_bf16", "adamw_8bit"] = "adamw"  # its moments: 8, 4 or 2 bytes a weight
+    optimizer: Literal["adamw", "adamw_bf16", "adamw_8bit"] = (
+        "adamw"  # its moments: 8, 4 or 2 bytes a weight
+    )
     learning_rate: float = knob(5e-7, least=0)
     weight_decay: float = knob(0.01, least=0)
     max_grad_norm: float = knob(1.0, above=0)
@@ -164,11 +202,17 @@ class TrainingConfig:
 class RolloutConfig:
     """The engine that samples, in its own copy of the weights."""
 
-    engine: Literal["transformers", "vllm"] = "transformers"  # vllm: needs the extra of that name (docs/engines.md)
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 on a GPU, else float32
+    engine: Literal["transformers", "vllm"] = (
+        "transformers"  # vllm: needs the extra of that name (docs/engines.md)
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = (
+        "auto"  # auto: bfloat16 on a GPU, else float32
+    )
     max_rows: int = knob(1024, least=1)  # completions sampled at the same time
     stop: str = ""  # a completion also ends with the first token that holds this text; empty: only at its own end
-    gpu_memory_share: float = knob(0.4, above=0, most=1)  # of the card, for vllm's weights and cache while it samples
+    gpu_memory_share: float = knob(
+        0.4, above=0, most=1
+    )  # of the card, for vllm's weights and cache while it samples
 
 
 @dataclass(frozen=True)
@@ -190,12 +234,18 @@ class AlarmConfig:
 
     action: Literal["warn", "stop", "halve_unlearn_lr"] = "warn"
     patience: int = knob(5, least=1)
-    entropy_below: float | Literal["off"] = knob(0.01, least=0)  # of the policy, in stage 1; nats a token
+    entropy_below: float | Literal["off"] = knob(
+        0.01, least=0
+    )  # of the policy, in stage 1; nats a token
     entropy_above: float | Literal["off"] = knob("off", least=0)  # of any stage
     truncated_share_above: float | Literal["off"] = knob(0.5, least=0, most=1)  # of any stage
     zero_advantage_share_above: float | Literal["off"] = knob(0.95, least=0, most=1)
-    mismatch_kl_above: float | Literal["off"] = knob(0.01, least=0)  # between engine and policy; nats a token
-    dead_stage_above: float | Literal["off"] = knob(0.05, least=0)  # a stage earns nearly 0, another more than this
+    mismatch_kl_above: float | Literal["off"] = knob(
+        0.01, least=0
+    )  # between engine and policy; nats a token
+    dead_stage_above: float | Literal["off"] = knob(
+        0.05, least=0
+    )  # a stage earns nearly 0, another more than this
 
 
 @dataclass(frozen=True)
@@ -276,15 +326,22 @@ def check_run(config: RunConfig) -> str | None:
         return f'algorithm.advantage_baseline = "stage" needs group_size >= 2 * num_stages = {2 * stages}, got {size}'
     prompts, mini = config.training.prompts_per_step, config.training.prompts_per_mini_batch
     if prompts % mini:
-        return f"training.prompts_per_mini_batch must divide prompts_per_step = {prompts}, got {mini}"
+        return (
+            f"training.prompts_per_mini_batch must divide prompts_per_step = {prompts}, got {mini}"
+        )
     return check_engine(config) or check_task(config.task)
 
 
 def check_engine(config: RunConfig) -> str | None:
     """vLLM raises temperatures under 0.01 without a word: the policy would be scored at another one."""
-    for key, value in (("algorithm", config.algorithm.temperature), ("evaluation", config.evaluation.temperature)):
+    for key, value in (
+        ("algorithm", config.algorithm.temperature),
+        ("evaluation", config.evaluation.temperature),
+    ):
         if config.rollout.engine == "vllm" and value < 0.01:
-            return f'{key}.temperature must be at least 0.01 with rollout.engine = "vllm", got {value}'
+            return (
+                f'{key}.temperature must be at least 0.01 with rollout.engine = "vllm", got {value}'
+            )
     return None
 
 
@@ -306,7 +363,9 @@ def check_template(template: str) -> str | None:
 def _check_countdown(task: CountdownConfig) -> str | None:
     try:
         fields = {
-            f"{name}{spec}{bent or ''}" for _, name, spec, bent in Formatter().parse(task.template) if name is not None
+            f"{name}{spec}{bent or ''}"
+            for _, name, spec, bent in Formatter().parse(task.template)
+            if name is not None
         }
     except ValueError:
         fields = set()

@@ -25,11 +25,13 @@ class RolloutEngine(Protocol):
         """Its copy, by the policy's names, to read; None where it cannot be read."""
         ...
 
-    def generate(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[list[Completion]]:
+    def generate(
+        self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling
+    ) -> list[list[Completion]]:
         """`num_samples` completions for each prompt, in the order of `prompts`."""
         ...
 
-    def rest(self) -> None:
+    def release_memory(self) -> None:
         """Sampling is over for now: give back what training wants of the card. The next `generate` takes it again."""
         ...
 

@@ -37,7 +37,10 @@ def load(kind: type[Config], recipe: str | Path, overrides: typing.Sequence[str]
 
 
 def parse(
-    kind: type[Config], tables: dict[str, Any], source: str, given: typing.Collection[str] = frozenset()
+    kind: type[Config],
+    tables: dict[str, Any],
+    source: str,
+    given: typing.Collection[str] = frozenset(),
 ) -> Config:
     """`tables` as a `kind`; raises `UserError` naming the first key that is wrong. `given`: knobs that --set set."""
     config = _read(kind, tables, Source(source, _knobs(kind), given), prefix="")
@@ -55,7 +58,9 @@ def read_section(kind: type[Any], table: dict[str, Any], source: str, prefix: st
 def dump(config: Any) -> str:
     """The config as TOML that reads back to the same config. (JSON and TOML agree on the values we have.)"""
     tables = dataclasses.asdict(config)
-    lines = [f"{key} = {_toml(value)}" for key, value in tables.items() if not isinstance(value, dict)]
+    lines = [
+        f"{key} = {_toml(value)}" for key, value in tables.items() if not isinstance(value, dict)
+    ]
     for name, table in tables.items():
         if isinstance(table, dict):
             lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in table.items())]
@@ -74,15 +79,23 @@ def find(recipe: str | Path, beside: typing.Sequence[str] = ()) -> Path:
         for name in (f"{recipe}.toml", str(recipe)):
             if (folder / name).is_file():
                 return folder / name
-    names = sorted(str(p.relative_to(f).with_suffix("")) for f in recipe_folders() for p in f.rglob("*.toml"))
+    names = sorted(
+        str(p.relative_to(f).with_suffix("")) for f in recipe_folders() for p in f.rglob("*.toml")
+    )
     guess = _guess(_closest(str(recipe), beside, "/") or _closest(str(recipe), names, "/"))
-    raise UserError(f"{recipe}: no such recipe; {guess}give a TOML file or one of: {', '.join(names)}")
+    raise UserError(
+        f"{recipe}: no such recipe; {guess}give a TOML file or one of: {', '.join(names)}"
+    )
 
 
 def recipe_folders() -> list[Path]:
     """Inside an installed package, or beside `src/` in a clone."""
     package = Path(__file__).parent
-    return [folder for folder in (package / "recipes", package.parents[1] / "recipes") if folder.is_dir()]
+    return [
+        folder
+        for folder in (package / "recipes", package.parents[1] / "recipes")
+        if folder.is_dir()
+    ]
 
 
 def _tables(recipe: str | Path) -> dict[str, Any]:
@@ -99,13 +112,19 @@ def _tables(recipe: str | Path) -> dict[str, Any]:
 
 def _check_kind(kind: type[Config], tables: dict[str, Any], source: str) -> None:
     """The other kind of recipe is known by sections that only it has."""
-    runs, warmups = ({field.name for field in dataclasses.fields(one)} for one in (RunConfig, WarmupConfig))
+    runs, warmups = (
+        {field.name for field in dataclasses.fields(one)} for one in (RunConfig, WarmupConfig)
+    )
     sections = {key for key, value in tables.items() if isinstance(value, dict)}
     for_run, for_warmup = sections & (runs - warmups), sections & (warmups - runs)
     if kind is RunConfig and for_warmup and not for_run:
-        raise UserError(f"{source} is a warm-start recipe: eepo warmup {shlex.quote(source)} --out DIR")
+        raise UserError(
+            f"{source} is a warm-start recipe: eepo warmup {shlex.quote(source)} --out DIR"
+        )
     if kind is WarmupConfig and for_run and not for_warmup:
-        raise UserError(f"{source} is a run's recipe, not a warm start's: eepo train {shlex.quote(source)} --out DIR")
+        raise UserError(
+            f"{source} is a run's recipe, not a warm start's: eepo train {shlex.quote(source)} --out DIR"
+        )
 
 
 def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -171,7 +190,14 @@ def _knobs(kind: Any) -> list[str]:
     """All that may be set: sections, and knobs as `section.knob`."""
     names: list[str] = []
     for key, hint in typing.get_type_hints(kind).items():
-        names += [key, *(f"{key}.{field.name}" for part in _sections(hint) for field in dataclasses.fields(part))]
+        names += [
+            key,
+            *(
+                f"{key}.{field.name}"
+                for part in _sections(hint)
+                for field in dataclasses.fields(part)
+            ),
+        ]
     return list(dict.fromkeys(names))
 
 
@@ -179,7 +205,9 @@ def _unknown(
     source: str, knob: str, value: Any, allowed: typing.Iterable[str], known: typing.Sequence[str]
 ) -> UserError:
     guess = _guess(_closest(knob, [one for one in known if one != knob], "."))
-    return UserError(f"{source}: unknown key {knob} = {_short(value)}; {guess}allowed: {', '.join(allowed)}")
+    return UserError(
+        f"{source}: unknown key {knob} = {_short(value)}; {guess}allowed: {', '.join(allowed)}"
+    )
 
 
 def _closest(word: str, names: typing.Sequence[str], separator: str) -> list[str]:
@@ -261,14 +289,20 @@ def _value(hint: Any, value: Any, bounds: typing.Mapping[str, Any], where: str) 
 def _within(value: float, bounds: typing.Mapping[str, Any]) -> bool:
     """Neither nan nor infinite, nor a whole number that torch could not take."""
     above, least, most = (bounds.get(name) for name in ("above", "least", "most"))
-    fits = (above is None or value > above) and (least is None or value >= least) and (most is None or value <= most)
+    fits = (
+        (above is None or value > above)
+        and (least is None or value >= least)
+        and (most is None or value <= most)
+    )
     return fits and (abs(value) < HUGE if isinstance(value, int) else math.isfinite(value))
 
 
 def _allowed(options: tuple[Any, ...], bounds: typing.Mapping[str, Any]) -> str:
     words = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
     signs = {"above": "> {}", "least": ">= {}", "most": "<= {}"}
-    limits = " and ".join(sign.format(bounds[name]) for name, sign in signs.items() if bounds.get(name) is not None)
+    limits = " and ".join(
+        sign.format(bounds[name]) for name, sign in signs.items() if bounds.get(name) is not None
+    )
     texts = []
     for option in options:
         if typing.get_origin(option) is tuple:
@@ -276,7 +310,9 @@ def _allowed(options: tuple[Any, ...], bounds: typing.Mapping[str, Any]) -> str:
         elif typing.get_origin(option) is typing.Literal:
             texts.append("one of " + ", ".join(_toml(choice) for choice in typing.get_args(option)))
         else:
-            texts.append(f"{words[option]} {limits}" if limits and option in (int, float) else words[option])
+            texts.append(
+                f"{words[option]} {limits}" if limits and option in (int, float) else words[option]
+            )
     return ", or ".join(texts)
 
 

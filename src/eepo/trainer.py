@@ -11,16 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eepo import checkpoint, memory
-from eepo.alarm import ADVICE, Event, Guard
 from eepo.algorithm import EEPO
+from eepo.algorithm.metrics import StepMetrics
 from eepo.config import RunConfig
-from eepo.evaluation.problems import evaluate
-from eepo.loggers import Logger, evaluation_scalars, metric_scalars
-from eepo.metrics import StepMetrics
-from eepo.progress import Bar, Progress
+from eepo.evaluation.evaluate import evaluate
+from eepo.model import memory
 from eepo.protocols import Task
-from eepo.runlog import ALARMS, COMPLETIONS, EVALUATIONS, METRICS, RunLog, read_lines, resume_command
+from eepo.runs import checkpoint
+from eepo.runs.alarm import ADVICE, Event, Guard
+from eepo.runs.jsonl import read_records
+from eepo.runs.loggers import Logger, evaluation_scalars, metric_scalars
+from eepo.runs.progress import Bar, Progress
+from eepo.runs.runlog import ALARMS, COMPLETIONS, EVALUATIONS, METRICS, RunLog, resume_command
 from eepo.types import Prompt, Rollout, Sampling, UserError
 
 
@@ -64,8 +66,13 @@ class Trainer:
         state = checkpoint.load_training(folder, self.model, self.algorithm.optimizer)
         self.step, self.num_prompts_seen = state["step"], state["num_prompts_seen"]
         self.seconds = trained_seconds(self.log.folder)
-        self.algorithm.gate_history, self.algorithm.auto_lr = state["gate_history"], state["auto_lr"]
-        self.algorithm.unlearn_scale = state.get("unlearn_scale", 1.0)  # older checkpoints have none
+        self.algorithm.gate_history, self.algorithm.auto_lr = (
+            state["gate_history"],
+            state["auto_lr"],
+        )
+        self.algorithm.unlearn_scale = state.get(
+            "unlearn_scale", 1.0
+        )  # older checkpoints have none
 
     def run(self) -> Path:
         """Train to the last step, save, evaluate; returns the folder of the final weights."""
@@ -75,7 +82,10 @@ class Trainer:
             self.logger.close()
 
     def _run(self) -> Path:
-        settings, title = self.config.training, f"{self.config.name} seed {self.config.training.seed}"
+        settings, title = (
+            self.config.training,
+            f"{self.config.name} seed {self.config.training.seed}",
+        )
         if self.step == 0 and not self._evaluated("full", "quick"):
             self._evaluate_start()
         with self._training_bar(title) as bar, _stop_signals() as stop:
@@ -85,7 +95,9 @@ class Trainer:
                 if due or stop.is_set() or alarm or self.done:
                     self._save()
                 if stop.is_set():
-                    raise Stopped(f"stopped after step {self.step}; go on with: {resume_command(self.log.folder)}")
+                    raise Stopped(
+                        f"stopped after step {self.step}; go on with: {resume_command(self.log.folder)}"
+                    )
                 if alarm and not self.done:
                     raise Interrupted(self._stop_line(alarm))
         final, finished = self.log.folder / "final", self._evaluated("full")
@@ -101,7 +113,9 @@ class Trainer:
         """Over steps or, where time is what ends the run, over seconds."""
         settings = self.config.training
         if settings.max_seconds:
-            return self.progress.bar(f"train {title}, seconds", math.ceil(settings.max_seconds), self._along())
+            return self.progress.bar(
+                f"train {title}, seconds", math.ceil(settings.max_seconds), self._along()
+            )
         return self.progress.bar(f"train {title}", settings.num_steps, self._along())
 
     def _along(self) -> int:
@@ -127,11 +141,15 @@ class Trainer:
 
     def _one_step(self, bar: Bar) -> dict[str, Any]:
         """Returns its line of metrics."""
-        prompts = self.task.training_prompts(self.num_prompts_seen, self.config.training.prompts_per_step)
+        prompts = self.task.training_prompts(
+            self.num_prompts_seen, self.config.training.prompts_per_step
+        )
         metrics = StepMetrics(self.algorithm.policy.device)
         options = self.config.algorithm
         stream = f"train/{self.step + 1}"
-        sampling = Sampling(options.temperature, options.max_new_tokens, self.config.training.seed, stream)
+        sampling = Sampling(
+            options.temperature, options.max_new_tokens, self.config.training.seed, stream
+        )
         rollout = self.algorithm.step(prompts, sampling, metrics)
         memory.give_back(self.algorithm.policy.device)
         self.step += 1
@@ -140,7 +158,9 @@ class Trainer:
         self.seconds += row["seconds/total"]
         self.log.append(METRICS, row)
         self.logger.log(self.step, metric_scalars(row))
-        self.log.append(COMPLETIONS, *_completion_rows(self.step, rollout, self.config.training.log_completions))
+        self.log.append(
+            COMPLETIONS, *_completion_rows(self.step, rollout, self.config.training.log_completions)
+        )
         bar.advance(
             self._along() - bar.done,
             note=f"reward {row['reward']:.3f}  entropy {row['entropy']:.3f}  {row['seconds/total']:.1f} s a step",
@@ -157,14 +177,20 @@ class Trainer:
             self._quick_look()
 
     def _quick_look(self) -> None:
-        self._evaluate("quick", self.config.evaluation.quick_samples, self.config.evaluation.quick_problems)
+        self._evaluate(
+            "quick", self.config.evaluation.quick_samples, self.config.evaluation.quick_problems
+        )
 
     def _evaluate(self, kind: str, num_samples: int, num_problems: int | None) -> None:
         """All sets, written at once, so that an interrupted evaluation leaves nothing half done."""
         settings, options = self.config.evaluation, self.config.algorithm
         self.algorithm.engine.load_weights(self.algorithm.policy.named_weights())
-        sampling = Sampling(settings.temperature, options.max_new_tokens, settings.seed, "evaluation")
-        sets = {name: prompts[:num_problems] for name, prompts in self.task.evaluation_sets().items()}
+        sampling = Sampling(
+            settings.temperature, options.max_new_tokens, settings.seed, "evaluation"
+        )
+        sets = {
+            name: prompts[:num_problems] for name, prompts in self.task.evaluation_sets().items()
+        }
         rows = []
         with self._evaluation_bar(kind, sets) as bar:
             for name, prompts in sets.items():
@@ -176,8 +202,11 @@ class Trainer:
                     sampling,
                     bar.advance if bar else _silent,
                 )
-                rows.append({"step": self.step, "kind": kind, "set": name} | result.row(with_problems=kind == "full"))
-        self.algorithm.engine.rest()
+                rows.append(
+                    {"step": self.step, "kind": kind, "set": name}
+                    | result.row(with_problems=kind == "full")
+                )
+        self.algorithm.engine.release_memory()
         self.log.append(EVALUATIONS, *rows)
         for row in rows:
             self.logger.log(self.step, evaluation_scalars(row))
@@ -194,7 +223,9 @@ class Trainer:
 
     def _evaluated(self, *kinds: str) -> bool:
         path = self.log.folder / EVALUATIONS
-        return path.exists() and any(row["step"] == self.step and row["kind"] in kinds for row in read_lines(path))
+        return path.exists() and any(
+            row["step"] == self.step and row["kind"] in kinds for row in read_records(path)
+        )
 
     def _save(self) -> None:
         state = {
@@ -203,24 +234,32 @@ class Trainer:
             "auto_lr": self.algorithm.auto_lr,
             "unlearn_scale": self.algorithm.unlearn_scale,
         }
-        checkpoint.save(self.checkpoints, self.step, self.model, self.tokenizer, self.algorithm.optimizer, state)
+        checkpoint.save(
+            self.checkpoints, self.step, self.model, self.tokenizer, self.algorithm.optimizer, state
+        )
         checkpoint.prune(self.checkpoints, self.config.training.keep_checkpoints)
 
 
 def trained_seconds(folder: Path) -> float:
     """Of the steps in a run's records, added in their order, so that a resumed run has the very sum it had before."""
     total = 0.0
-    for row in read_lines(folder / METRICS):
+    for row in read_records(folder / METRICS):
         total += row["seconds/total"]
     return total
 
 
 def is_finished(config: RunConfig, folder: Path) -> bool:
     """Whether the run of `config` in `folder` has come to its end: the full evaluation is the last thing it writes."""
-    if not (folder / "final").is_dir() or not (folder / METRICS).is_file() or not (folder / EVALUATIONS).is_file():
+    if (
+        not (folder / "final").is_dir()
+        or not (folder / METRICS).is_file()
+        or not (folder / EVALUATIONS).is_file()
+    ):
         return False
-    step = max((row["step"] for row in read_lines(folder / METRICS)), default=0)
-    judged = any(row["step"] == step and row["kind"] == "full" for row in read_lines(folder / EVALUATIONS))
+    step = max((row["step"] for row in read_records(folder / METRICS)), default=0)
+    judged = any(
+        row["step"] == step and row["kind"] == "full" for row in read_records(folder / EVALUATIONS)
+    )
     most = config.training.max_seconds
     return judged and (step >= config.training.num_steps or 0 < most <= trained_seconds(folder))
 
@@ -232,7 +271,13 @@ def _silent(done: int) -> None:
 def _completion_rows(step: int, rollout: Rollout, num_prompts: int) -> Iterator[dict[str, Any]]:
     for row in range(min(num_prompts, len(rollout.prompts))):
         prompt = rollout.prompts[row]
-        columns = zip(rollout.groups[row], rollout.verdicts[row], rollout.advantages[row], rollout.stages, strict=True)
+        columns = zip(
+            rollout.groups[row],
+            rollout.verdicts[row],
+            rollout.advantages[row],
+            rollout.stages,
+            strict=True,
+        )
         for place, (completion, verdict, advantage, stage) in enumerate(columns):
             after = rollout.forgotten.get((row, place))
             yield {
@@ -261,7 +306,9 @@ def _stop_signals() -> Iterator[threading.Event]:
         stop.set()
         signal.signal(number, before[number])
 
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before: dict[int, Any] = {
+        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     for number in before:
         signal.signal(number, ask)
     try:

@@ -12,7 +12,9 @@ class UserError(Exception):
     """Something the user can mend: shown as one line, without a traceback. What he typed cannot break that line."""
 
     def __init__(self, line: str) -> None:
-        super().__init__("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line))
+        super().__init__(
+            "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+        )
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,14 @@ class Completion:
     """One sampled continuation. `token_ids` ends with the end-of-sequence token when `finished`."""
 
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]  # of the sampled tokens, under the weights that sampled, at the sampling temperature
+    logprobs: tuple[
+        float, ...
+    ]  # of the sampled tokens, under the weights that sampled, at the sampling temperature
     text: str
     finished: bool  # False: cut off at the length limit
-    entropies: tuple[float, ...] = ()  # of the full next-token distributions; empty if the engine cannot tell
+    entropies: tuple[
+        float, ...
+    ] = ()  # of the full next-token distributions; empty if the engine cannot tell
 
     def entropy_sum(self) -> float:
         """Of its tokens; without `entropies`, an unbiased estimate from the sampled tokens."""
@@ -45,7 +51,9 @@ class Verdict:
     """What a grader says of one completion."""
 
     reward: float
-    answer: str | None  # the answer it gives, in a form that is equal for equal answers; None: no answer was found
+    answer: (
+        str | None
+    )  # the answer it gives, in a form that is equal for equal answers; None: no answer was found
     reason: str = ""  # in a few words: what matched, or why not
 
     @property
@@ -61,8 +69,12 @@ class Sampling:
     temperature: float  # 0 is greedy
     max_new_tokens: int
     seed: int = 0
-    stream: str = ""  # what this sampling is for, e.g. "train/17": keeps draws of different steps apart
-    first_sample: int = 0  # index of the first sample of each prompt: stage 2 goes on where stage 1 ended
+    stream: str = (
+        ""  # what this sampling is for, e.g. "train/17": keeps draws of different steps apart
+    )
+    first_sample: int = (
+        0  # index of the first sample of each prompt: stage 2 goes on where stage 1 ended
+    )
 
 
 @dataclass
@@ -73,13 +85,21 @@ class Rollout:
     groups: list[list[Completion]] = field(default_factory=list)  # [Q][G]
     rewards: list[list[float]] = field(default_factory=list)  # [Q][G]
     verdicts: list[list[Verdict]] = field(default_factory=list)  # [Q][G], the rewards' reasons
-    stages: list[int] = field(default_factory=list)  # [G], from 1: which stage each place of a group comes from
+    stages: list[int] = field(
+        default_factory=list
+    )  # [G], from 1: which stage each place of a group comes from
     advantages: list[list[float]] = field(default_factory=list)  # [Q][G]
-    forgotten: dict[tuple[int, int], float] = field(default_factory=dict)  # (q, g): log-probability under θ′, of some
+    forgotten: dict[tuple[int, int], float] = field(
+        default_factory=dict
+    )  # (q, g): log-probability under θ′, of some
 
-    grading: list[Future[list[Verdict]]] = field(default_factory=list)  # of stages that have no rewards yet
+    grading: list[Future[list[Verdict]]] = field(
+        default_factory=list
+    )  # of stages that have no rewards yet
 
-    def add_stage(self, stage: int, groups: list[list[Completion]], verdicts: Future[list[Verdict]]) -> None:
+    def add_stage(
+        self, stage: int, groups: list[list[Completion]], verdicts: Future[list[Verdict]]
+    ) -> None:
         """Append n completions to every group; the flat `verdicts`, [Q · n], may come later."""
         for row, group in enumerate(groups):
             if stage == 1:
@@ -100,12 +120,19 @@ class Rollout:
                 self.rewards[row] += [verdict.reward for verdict in graded]
                 self.verdicts[row] += graded
 
-    def mean_logprobs(self) -> list[list[float]]:  # [Q][G], a token: a long completion is not rare for being long
-        return [[sum(one.logprobs) / max(1, len(one.logprobs)) for one in group] for group in self.groups]
+    def mean_logprobs(
+        self,
+    ) -> list[list[float]]:  # [Q][G], a token: a long completion is not rare for being long
+        return [
+            [sum(one.logprobs) / max(1, len(one.logprobs)) for one in group]
+            for group in self.groups
+        ]
 
     def record_forgetting(self, logprobs_after: Mapping[int, float]) -> None:
         """`logprobs_after`: under θ′, by place in all `pairs` so far."""
-        self.forgotten |= {divmod(place, len(self.stages)): value for place, value in logprobs_after.items()}
+        self.forgotten |= {
+            divmod(place, len(self.stages)): value for place, value in logprobs_after.items()
+        }
 
     def pairs(self, rows: Iterable[int]) -> list[tuple[Prompt, Completion]]:
         """Every completion of the prompts in `rows`, beside its prompt, group by group."""

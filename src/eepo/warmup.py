@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from eepo import checkpoint
 from eepo.config import WarmupConfig
-from eepo.evaluation.problems import evaluate
-from eepo.policy import Policy
-from eepo.progress import Progress
+from eepo.evaluation.evaluate import evaluate
+from eepo.model.policy import Policy
 from eepo.protocols import Reward, RolloutEngine, Task
-from eepo.runlog import EVALUATIONS, METRICS, RunLog
+from eepo.runs import checkpoint
+from eepo.runs.progress import Progress
+from eepo.runs.runlog import EVALUATIONS, METRICS, RunLog
 from eepo.types import Completion, Prompt, Sampling
 
 Pairs = list[tuple[Prompt, Completion]]
@@ -48,16 +48,29 @@ class Warmup:
 
     def run(self) -> Path:
         settings = self.config.supervised
-        batches = _Demonstrations(self.task, self.tokenizer, settings.batch_size, self.step, settings.num_steps)
+        batches = _Demonstrations(
+            self.task, self.tokenizer, settings.batch_size, self.step, settings.num_steps
+        )
         loader = DataLoader(batches, batch_size=None, num_workers=settings.num_workers)
         with self.progress.bar(f"warm up {self.config.name}", settings.num_steps, self.step) as bar:
             for pairs in loader:
                 row = self._one_step(pairs)
                 self.log.append(METRICS, row)
                 bar.advance(note=f"loss {row['loss']:.4f}")
-                last = self.step == settings.num_steps  # evaluating may take long, and be interrupted
-                if last or (settings.checkpoint_every and self.step % settings.checkpoint_every == 0):
-                    checkpoint.save(self.checkpoints, self.step, self.policy.model, self.tokenizer, self.optimizer, {})
+                last = (
+                    self.step == settings.num_steps
+                )  # evaluating may take long, and be interrupted
+                if last or (
+                    settings.checkpoint_every and self.step % settings.checkpoint_every == 0
+                ):
+                    checkpoint.save(
+                        self.checkpoints,
+                        self.step,
+                        self.policy.model,
+                        self.tokenizer,
+                        self.optimizer,
+                        {},
+                    )
                     checkpoint.prune(self.checkpoints, keep=1)
         final = self.log.folder / "final"
         if not final.exists():  # else: a finished warm start, looked at again
@@ -69,7 +82,9 @@ class Warmup:
     def _one_step(self, pairs: Pairs) -> dict[str, float]:
         started = time.perf_counter()
         settings = self.config.supervised
-        rate = learning_rate(self.step, settings.num_steps, settings.ramp_steps, settings.learning_rate)
+        rate = learning_rate(
+            self.step, settings.num_steps, settings.ramp_steps, settings.learning_rate
+        )
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         num_tokens = sum(len(completion.token_ids) for _, completion in pairs)
@@ -78,28 +93,45 @@ class Warmup:
             loss = -self.policy.score(batch, temperature=1.0).logprobs.sum() / num_tokens
             loss.backward()
             total += loss.detach()
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), settings.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(
+            self.policy.model.parameters(), settings.max_grad_norm
+        )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         seconds = time.perf_counter() - started
-        return {"step": self.step, "loss": float(total), "grad_norm": float(norm), "lr": rate, "seconds/total": seconds}
+        return {
+            "step": self.step,
+            "loss": float(total),
+            "grad_norm": float(norm),
+            "lr": rate,
+            "seconds/total": seconds,
+        }
 
     def _evaluate(self) -> None:
         settings = self.config.evaluation
         self.engine.load_weights(self.policy.named_weights())
-        sampling = Sampling(settings.temperature, self.config.max_new_tokens, settings.seed, "evaluation")
+        sampling = Sampling(
+            settings.temperature, self.config.max_new_tokens, settings.seed, "evaluation"
+        )
         sets = self.task.evaluation_sets()
         rows: list[dict[str, Any]] = []
         with self.progress.bar("evaluate", sum(map(len, sets.values()))) as bar:
             for name, prompts in sets.items():
-                result = evaluate(self.engine, self.reward, prompts, settings.num_samples, sampling, bar.advance)
-                rows.append({"step": self.step, "kind": "full", "set": name} | result.row(with_problems=True))
+                result = evaluate(
+                    self.engine, self.reward, prompts, settings.num_samples, sampling, bar.advance
+                )
+                rows.append(
+                    {"step": self.step, "kind": "full", "set": name}
+                    | result.row(with_problems=True)
+                )
         self.log.append(EVALUATIONS, *rows)
         for row in rows:
             largest = max(row["pass@k"], key=int)
             accuracy = f"greedy {row['greedy']:.3f}, mean {row['mean']:.3f}"
-            self.progress.say(f"{row['set']}: {accuracy}, pass@{largest} {row['pass@k'][largest]:.3f}")
+            self.progress.say(
+                f"{row['set']}: {accuracy}, pass@{largest} {row['pass@k'][largest]:.3f}"
+            )
 
 
 def learning_rate(step: int, num_steps: int, ramp_steps: int, peak: float) -> float:
@@ -128,4 +160,6 @@ class _Demonstrations(Dataset[Pairs]):
 
     def _completion(self, text: str) -> Completion:
         ids = self.tokenizer(text, add_special_tokens=False).input_ids
-        return Completion((*ids, self.tokenizer.eos_token_id), logprobs=(), text=text, finished=True)
+        return Completion(
+            (*ids, self.tokenizer.eos_token_id), logprobs=(), text=text, finished=True
+        )

@@ -32,7 +32,9 @@ def build(
 
     def make(eepo: bool = True, model: Any = None, **settings: Any) -> Any:
         others = ("tools", "rollout_func", "peft_config", "reward_funcs")
-        extra = {"reward_funcs": reward} | {name: settings.pop(name) for name in others if name in settings}
+        extra = {"reward_funcs": reward} | {
+            name: settings.pop(name) for name in others if name in settings
+        }
         data = Dataset.from_list([{"prompt": prompt.text} for prompt in demo_prompts[:8]])
         defaults = {
             "output_dir": str(tmp_path / "run"),

@@ -23,7 +23,9 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 
 
 @pytest.fixture(scope="module")
-def run_processes(tmp_path_factory: Any, sharp_model: Any, tokenizer: Any) -> Callable[..., dict[str, Tensor]]:
+def run_processes(
+    tmp_path_factory: Any, sharp_model: Any, tokenizer: Any
+) -> Callable[..., dict[str, Tensor]]:
     """trl_processes.py, side by side with itself; what its first process wrote down."""
     folder = tmp_path_factory.mktemp("processes")
     sharp_model().save_pretrained(folder / "model")
@@ -38,13 +40,22 @@ def run_processes(tmp_path_factory: Any, sharp_model: Any, tokenizer: Any) -> Ca
         if number == 1:
             runpy.run_path(script)["main"](*arguments)
         else:
-            start = launcher or ["torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
+            start = launcher or [
+                "torch.distributed.run",
+                "--standalone",
+                f"--nproc-per-node={number}",
+            ]
             environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
             command = [sys.executable, "-m", *start, script, *arguments]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=300
+            )
             assert done.returncode == 0, done.stderr[-3000:]
         with safe_open(out, "pt") as file:
-            assert file.metadata() == {"processes": str(number), "sharded": str(launcher is not None)}
+            assert file.metadata() == {
+                "processes": str(number),
+                "sharded": str(launcher is not None),
+            }
         return load_file(out)
 
     return run
@@ -53,7 +64,12 @@ def run_processes(tmp_path_factory: Any, sharp_model: Any, tokenizer: Any) -> Ca
 @pytest.fixture(scope="module")
 def one_process(run_processes: Any) -> dict[str, Tensor]:
     """Two rollouts for each of two optimizer steps: the second comes in the middle of an update."""
-    found = run_processes(1, "per_device_train_batch_size=4", "gradient_accumulation_steps=2", "steps_per_generation=1")
+    found = run_processes(
+        1,
+        "per_device_train_batch_size=4",
+        "gradient_accumulation_steps=2",
+        "steps_per_generation=1",
+    )
     assert len(found["sampled"]) == 8
     assert torch.equal(found["restored"], found["sampled"][0::2])
     assert (found["sampled"][1::2] - found["sampled"][0::2]).abs().amax(1).min() > 0.01
@@ -61,23 +77,45 @@ def one_process(run_processes: Any) -> dict[str, Tensor]:
     return found
 
 
-def test_two_processes_agree_with_one_where_every_group_is_cut(run_processes: Any, one_process: Any) -> None:
-    two = run_processes(2, "per_device_train_batch_size=2", "gradient_accumulation_steps=2", "steps_per_generation=1")
+def test_two_processes_agree_with_one_where_every_group_is_cut(
+    run_processes: Any, one_process: Any
+) -> None:
+    two = run_processes(
+        2,
+        "per_device_train_batch_size=2",
+        "gradient_accumulation_steps=2",
+        "steps_per_generation=1",
+    )
     assert torch.equal(two["restored"], two["sampled"][0::2])
     for name, value in one_process.items():
         torch.testing.assert_close(two[name], value, atol=1e-6, rtol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("server", [[], ["use_vllm=true", 'vllm_mode="server"', "generation_kwargs={}"]])
-def test_weights_shared_out_over_two_processes_agree_with_one(run_processes: Any, server: list[str]) -> None:
+@pytest.mark.parametrize(
+    "server", [[], ["use_vllm=true", 'vllm_mode="server"', "generation_kwargs={}"]]
+)
+def test_weights_shared_out_over_two_processes_agree_with_one(
+    run_processes: Any, server: list[str]
+) -> None:
     """FSDP2, with the configuration that ships. Updates of two micro-batches: in the first, FSDP defers reduction."""
     config = str(Path(__file__).parents[2] / "examples" / "fsdp2.yaml")
     port = str(20_000 + os.getpid() % 20_000)
-    launcher = ["accelerate.commands.launch", "--config_file", config, "--num_processes=2", "--main_process_port", port]
-    one = run_processes(1, "per_device_train_batch_size=4", "gradient_accumulation_steps=2", *server)
+    launcher = [
+        "accelerate.commands.launch",
+        "--config_file",
+        config,
+        "--num_processes=2",
+        "--main_process_port",
+        port,
+    ]
+    one = run_processes(
+        1, "per_device_train_batch_size=4", "gradient_accumulation_steps=2", *server
+    )
     settings = ["per_device_train_batch_size=2", "gradient_accumulation_steps=2", *server]
     two = run_processes(2, *settings, launcher=launcher)
-    assert max(one.pop("gap"), two.pop("gap")) < 1e-4  # between a server's log-probabilities and ours
+    assert (
+        max(one.pop("gap"), two.pop("gap")) < 1e-4
+    )  # between a server's log-probabilities and ours
     assert torch.equal(two["restored"], two["sampled"][0::2])
     assert (two["sampled"][1] - two["sampled"][0]).abs().max() > 0.01
     for name, value in one.items():
@@ -88,8 +126,13 @@ CHOICES = ['unlearn_on="unrewarded"', "unlearn_kl_target=1e-2", 'gate="always"']
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_two_processes_choose_the_same_rows_and_rate_as_one(run_processes: Any, sharded: bool) -> None:
-    config, port = str(Path(__file__).parents[2] / "examples" / "fsdp2.yaml"), str(20_000 + os.getpid() % 20_000)
+def test_two_processes_choose_the_same_rows_and_rate_as_one(
+    run_processes: Any, sharded: bool
+) -> None:
+    config, port = (
+        str(Path(__file__).parents[2] / "examples" / "fsdp2.yaml"),
+        str(20_000 + os.getpid() % 20_000),
+    )
     accelerate = [
         "accelerate.commands.launch",
         "--config_file",
@@ -98,7 +141,9 @@ def test_two_processes_choose_the_same_rows_and_rate_as_one(run_processes: Any, 
         "--main_process_port",
         port,
     ]
-    one = run_processes(1, "per_device_train_batch_size=8", "gradient_accumulation_steps=2", *CHOICES)
+    one = run_processes(
+        1, "per_device_train_batch_size=8", "gradient_accumulation_steps=2", *CHOICES
+    )
     settings = ["per_device_train_batch_size=4", "gradient_accumulation_steps=2", *CHOICES]
     two = run_processes(2, *settings, launcher=accelerate if sharded else None)
     assert (one["sampled"][1::2] - one["sampled"][0::2]).abs().amax(1).max() > 1e-3

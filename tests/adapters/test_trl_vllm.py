@@ -47,7 +47,9 @@ def push_together(llm: Any) -> list[dict[str, Tensor]]:
     def load_and_empty() -> Any:
         if waiting:
             del model.load_weights
-            llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(list(waiting.items()))})
+            llm.collective_rpc(
+                "reload_weights", kwargs={"weights_iterator": iter(list(waiting.items()))}
+            )
             model.load_weights = collect
             pushes.append(dict(waiting))
             waiting.clear()
@@ -89,9 +91,13 @@ def trainer(tmp_path_factory: Any, new_model: Callable[..., Any], tokenizer: Any
     )
     data = Dataset.from_list([{"prompt": text} for text in PROMPTS])
     with pytest.MonkeyPatch.context() as patch:
-        exact = partial(vllm_generation.LLM, dtype="float32", enforce_eager=True)  # to compare digits
+        exact = partial(
+            vllm_generation.LLM, dtype="float32", enforce_eager=True
+        )  # to compare digits
         patch.setattr(vllm_generation, "LLM", exact)
-        trainer = EEPOTrainer(model, reward, args, train_dataset=data, eval_dataset=data, processing_class=tokenizer)
+        trainer = EEPOTrainer(
+            model, reward, args, train_dataset=data, eval_dataset=data, processing_class=tokenizer
+        )
     trainer.pushes = push_together(trainer.vllm_generation.llm)
     return trainer
 
@@ -104,7 +110,12 @@ def rollout(trainer: Any) -> dict[str, Any]:
 def gap(output: dict[str, Any], rows: slice) -> float:
     """Between what vLLM said of its tokens and what the trainer says of them, at its largest."""
     mask = output["completion_mask"][rows].bool()
-    return (output["sampling_per_token_logps"] - output["old_per_token_logps"])[rows][mask].abs().max().item()
+    return (
+        (output["sampling_per_token_logps"] - output["old_per_token_logps"])[rows][mask]
+        .abs()
+        .max()
+        .item()
+    )
 
 
 def test_vllm_samples_stage_1_from_theta_and_stage_2_from_theta_prime(trainer: Any) -> None:
@@ -122,7 +133,9 @@ def test_vllm_samples_stage_1_from_theta_and_stage_2_from_theta_prime(trainer: A
     assert not all(torch.equal(theta[name], theta_prime[name]) for name in theta)
 
 
-def test_without_the_second_push_stage_2_would_be_told_apart(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_second_push_stage_2_would_be_told_apart(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The control: the engine keeps θ, and its log-probabilities are not those of θ′."""
     monkeypatch.setattr(trainer, "_forget_copies", lambda: None)
     output = rollout(trainer)

@@ -41,7 +41,9 @@ def test_the_command_line_has_the_papers_numbers() -> None:
 
 
 def test_set_changes_what_is_printed() -> None:
-    result = CliRunner().invoke(app, ["export-verl", "paper/qwen3-8b-base+eepo", "--set", "algorithm.gate=step"])
+    result = CliRunner().invoke(
+        app, ["export-verl", "paper/qwen3-8b-base+eepo", "--set", "algorithm.gate=step"]
+    )
     assert "eepo.gate=step" in result.stdout
     assert "data.max_response_length=6144" in result.stdout
 
@@ -74,7 +76,11 @@ def test_a_kl_target_is_exported() -> None:
 def test_types_are_exported_where_a_recipe_names_them() -> None:
     """Left to verl, both are bfloat16: one type."""
     one, other = (
-        {key: value for key, value in overrides(recipe.load_run("paper/qwen2.5-3b+eepo", knobs)) if "dtype" in key}
+        {
+            key: value
+            for key, value in overrides(recipe.load_run("paper/qwen2.5-3b+eepo", knobs))
+            if "dtype" in key
+        }
         for knobs in ([], ["rollout.dtype=float32", "model.compute_dtype=float32"])
     )
     assert one == {}
@@ -83,12 +89,21 @@ def test_types_are_exported_where_a_recipe_names_them() -> None:
 
 
 def test_weights_of_advantages_are_exported() -> None:
-    knobs = ["algorithm.failure_weight=0.5", "algorithm.rare_weight=0.25", "algorithm.later_advantages=positive"]
-    one, two = (dict(overrides(recipe.load_run(f"paper/qwen2.5-3b+{name}", knobs))) for name in ("grpo", "eepo"))
+    knobs = [
+        "algorithm.failure_weight=0.5",
+        "algorithm.rare_weight=0.25",
+        "algorithm.stage2_negative_advantages=false",
+    ]
+    one, two = (
+        dict(overrides(recipe.load_run(f"paper/qwen2.5-3b+{name}", knobs)))
+        for name in ("grpo", "eepo")
+    )
     assert one["eepo.failure_weight"] == two["eepo.failure_weight"] == 0.5
     assert one["eepo.rare_weight"] == two["eepo.rare_weight"] == 0.25
     assert two["eepo.later_advantages"] == "positive"
-    with pytest.raises(UserError, match=r'later_advantages = "positive" .* allowed: "all"'):  # no stages in verl then
+    with pytest.raises(
+        UserError, match=r'stage2_negative_advantages=False .* allowed: "all"'
+    ):  # no stages in verl then
         list(overrides(recipe.load_run("paper/qwen2.5-3b+eepo", [*knobs, "algorithm.gate=never"])))
 
 

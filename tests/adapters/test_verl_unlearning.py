@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from eepo.adapters.verl import unlearning
 from eepo.algorithm import complementary_loss, token_gate
 from eepo.config import AlgorithmConfig
-from eepo.policy import Scores
+from eepo.model.policy import Scores
 
 
 class Tied(nn.Module):
@@ -69,21 +69,31 @@ def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 def test_theta_prime_is_told_and_theta_is_untouched(sharded: Any) -> None:
     model, optimizer = sharded
-    theta, moments, hashed = full(model.state_dict()), state_of(optimizer), unlearning.fingerprint(model, optimizer)
+    theta, moments, hashed = (
+        full(model.state_dict()),
+        state_of(optimizer),
+        unlearning.fingerprint(model, optimizer),
+    )
     loss(model).backward()
-    gradient = {n: w.grad.full_tensor().clone() for n, w in model.named_parameters() if w.grad is not None}
+    gradient = {
+        n: w.grad.full_tensor().clone() for n, w in model.named_parameters() if w.grad is not None
+    }
     shards = unlearning.take_rollout_weights(model, lr=0.5)
     assert all(weight.grad is None for weight in model.parameters())
     with unlearning.rollout_weights(model, shards):
         told = full(model.state_dict())
     for name, weight in theta.items():
-        source = {"head.weight": "embedding.weight"}.get(name, name)  # the tied head moves with its embedding
+        source = {"head.weight": "embedding.weight"}.get(
+            name, name
+        )  # the tied head moves with its embedding
         expected = weight - 0.5 * gradient[source] if source in gradient else weight
         torch.testing.assert_close(told[name], expected, atol=1e-7, rtol=0)
     assert not torch.equal(told["head.weight"], theta["head.weight"])
     after = full(model.state_dict())
     assert all(torch.equal(after[name], theta[name]) for name in theta)
-    assert all(torch.equal(one, other) for one, other in zip(moments, state_of(optimizer), strict=True))
+    assert all(
+        torch.equal(one, other) for one, other in zip(moments, state_of(optimizer), strict=True)
+    )
     assert unlearning.fingerprint(model, optimizer) == hashed
 
 
@@ -115,7 +125,9 @@ def test_how_many_rollout_weights_changed_after_rounding(sharded: Any) -> None:
 def test_the_gradients_norm(sharded: Any) -> None:
     model, _ = sharded
     loss(model).backward()
-    squares = sum(float(w.grad.full_tensor().square().sum()) for w in model.parameters() if w.grad is not None)
+    squares = sum(
+        float(w.grad.full_tensor().square().sum()) for w in model.parameters() if w.grad is not None
+    )
     assert unlearning.gradient_norm(model) == pytest.approx(squares**0.5, rel=1e-5)
 
 
@@ -129,7 +141,11 @@ def batch(*lengths: int) -> tuple[Scores, Tensor, Tensor]:
 
 
 def rows(scores: Scores, mask: Tensor, some: slice) -> tuple[Scores, Tensor, Tensor]:
-    return Scores(scores.logprobs[some], scores.entropies[some]), mask[some], torch.ones(len(mask[some]))
+    return (
+        Scores(scores.logprobs[some], scores.entropies[some]),
+        mask[some],
+        torch.ones(len(mask[some])),
+    )
 
 
 @pytest.mark.parametrize("gate", ["token", "step", "always"])
@@ -138,7 +154,9 @@ def test_parts_add_up_to_the_loss_of_the_whole_and_padding_to_nothing(gate: Any)
     scores, mask, _ = batch(5, 3, 6, 2, 4, 0)
     open_gate = token_gate(scores.entropies, mask, 0.5, 3) if gate == "token" else mask
     real = slice(0, 5)
-    expected = complementary_loss(scores.logprobs[real], mask[real], open_gate[real], options.unlearn_eps)
+    expected = complementary_loss(
+        scores.logprobs[real], mask[real], open_gate[real], options.unlearn_eps
+    )
     parts = [rows(scores, mask, some) for some in (slice(0, 2), slice(2, 6))]
     found = [unlearning.micro_batch_loss(*part, options, num_completions=5) for part in parts]
     torch.testing.assert_close(sum(value for value, _ in found), expected)
@@ -151,6 +169,8 @@ def test_only_what_is_wanted_is_forgotten() -> None:
     options = AlgorithmConfig(gate="always")
     value, counts = unlearning.micro_batch_loss(scores, mask, wanted, options, num_completions=4)
     chosen = mask * wanted.long()[:, None]
-    torch.testing.assert_close(value, complementary_loss(scores.logprobs, mask, chosen, options.unlearn_eps))
+    torch.testing.assert_close(
+        value, complementary_loss(scores.logprobs, mask, chosen, options.unlearn_eps)
+    )
     assert counts["gated"] == 3 + 2
     assert counts["tokens"] == 16

@@ -62,7 +62,9 @@ def serve(folder: str) -> None:
 
     def connect(generation: Any) -> None:
         if generation.accelerator.is_main_process:
-            generation.vllm_client = server(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+            generation.vllm_client = server(
+                AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            )
 
     VLLMGeneration._init_vllm = connect
 
@@ -73,7 +75,10 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 
 def main(folder: str, out: str, *settings: str) -> None:
     torch.set_num_threads(1)
-    own = {name: json.loads(value) for name, _, value in (setting.partition("=") for setting in settings)}
+    own = {
+        name: json.loads(value)
+        for name, _, value in (setting.partition("=") for setting in settings)
+    }
     if own.get("use_vllm"):
         serve(folder)
     trainer = (Sharded if os.environ.get("ACCELERATE_USE_FSDP") == "true" else EEPOTrainer)(
@@ -89,7 +94,12 @@ def main(folder: str, out: str, *settings: str) -> None:
     def weights() -> Tensor:
         """All of them, gathered, in one row."""
         parts = [weight.detach() for weight in trainer.model.parameters()]
-        return torch.cat([(part.full_tensor() if hasattr(part, "full_tensor") else part).flatten() for part in parts])
+        return torch.cat(
+            [
+                (part.full_tensor() if hasattr(part, "full_tensor") else part).flatten()
+                for part in parts
+            ]
+        )
 
     def watch(name: str, function: Any, before: bool) -> Any:
         def watched(prompts: list[Any]) -> Any:
@@ -107,7 +117,9 @@ def main(folder: str, out: str, *settings: str) -> None:
     def scored(inputs: Any) -> Any:
         output = score(inputs)
         if "sampling_per_token_logps" in output:
-            gaps.append((output["sampling_per_token_logps"] - output["old_per_token_logps"]).abs().max())
+            gaps.append(
+                (output["sampling_per_token_logps"] - output["old_per_token_logps"]).abs().max()
+            )
         return output
 
     trainer._generate_and_score_completions = scored
@@ -122,7 +134,11 @@ def main(folder: str, out: str, *settings: str) -> None:
     }
     sharded = isinstance(next(trainer.model.parameters()), torch.distributed.tensor.DTensor)
     if trainer.accelerator.is_main_process:
-        save_file(found, out, {"processes": str(trainer.accelerator.num_processes), "sharded": str(sharded)})
+        save_file(
+            found,
+            out,
+            {"processes": str(trainer.accelerator.num_processes), "sharded": str(sharded)},
+        )
 
 
 if __name__ == "__main__":

@@ -37,7 +37,9 @@ class Server:
             ids.append([])
             logprobs.append([])
             for _ in range(max_tokens):
-                logits = self.model(input_ids=torch.tensor([prompt + ids[-1]]), use_cache=False).logits[0, -1]
+                logits = self.model(
+                    input_ids=torch.tensor([prompt + ids[-1]]), use_cache=False
+                ).logits[0, -1]
                 scores = (logits / temperature).log_softmax(-1)
                 ids[-1].append(int(scores.exp().multinomial(1, generator=self.draws)))
                 logprobs[-1].append([float(scores[ids[-1][-1]])])

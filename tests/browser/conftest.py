@@ -38,7 +38,9 @@ PLANTED = (
 @dataclass(frozen=True)
 class Opened:
     dom: str  # after scripts ran
-    console: list[str]  # what the page said on the console: errors of scripts and of its policy stand there
+    console: list[
+        str
+    ]  # what the page said on the console: errors of scripts and of its policy stand there
 
     def texts(self, tag: str) -> list[str]:
         return re.findall(rf"<{tag}[^>]*>(.*?)</{tag}>", self.dom, re.DOTALL)
@@ -81,7 +83,10 @@ def planted() -> tuple[str, ...]:
 def report(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of two methods, the second one's every text hostile. Only where there is a browser: it takes some seconds."""
     folder = tmp_path_factory.mktemp("report")
-    folders = [write_run(folder / "grpo", "grpo", "1+2"), write_run(folder / "hostile", PLANTED[1], *PLANTED)]
+    folders = [
+        write_run(folder / "grpo", "grpo", "1+2"),
+        write_run(folder / "hostile", PLANTED[1], *PLANTED),
+    ]
     return write_report(folders, folder / "report.html")
 
 
@@ -93,7 +98,10 @@ def write_run(folder: Path, name: str, *texts: str) -> Path:
     (folder / "environment.json").write_text(json.dumps({"device": texts[-1]}))
     _write_lines(folder / "metrics.jsonl", (_metrics(step) for step in (1, 2, 3)))
     _write_lines(folder / "evaluations.jsonl", (_evaluation(step, texts[0]) for step in (0, 3)))
-    _write_lines(folder / "completions.jsonl", (row for step in (1, 2, 3) for row in _completions(step, texts)))
+    _write_lines(
+        folder / "completions.jsonl",
+        (row for step in (1, 2, 3) for row in _completions(step, texts)),
+    )
     return folder
 
 
@@ -102,8 +110,15 @@ def _write_lines(path: Path, rows: Iterator[dict[str, Any]]) -> None:
 
 
 def _metrics(step: int) -> dict[str, Any]:
-    shared = {"step": step, "entropy": 1.0, "length": 5.0, "gate_share": 0.5, "unlearn/kl": 0.01, "seconds/total": 2.0}
-    shared |= {"missed_share": 0.5, "rescued_share": 0.25}
+    shared = {
+        "step": step,
+        "entropy": 1.0,
+        "length": 5.0,
+        "gate_share": 0.5,
+        "unlearn/kl": 0.01,
+        "seconds/total": 2.0,
+    }
+    shared |= {"missed_share": 0.5, "second_half_recovery": 0.25}
     keys = ("entropy", "reward", "length", "clip_share")
     return shared | {f"stage{stage}/{key}": 0.1 * stage * step for stage in (1, 2) for key in keys}
 

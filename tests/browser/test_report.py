@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from eepo.reports.pictures import PICTURES
+from eepo.reports.figure_list import PICTURES
 
 NUM_ROWS = 2 * 3 * 16  # runs, steps, completions of a step
 
@@ -66,7 +66,10 @@ def test_the_address_is_the_filter(open_page, report, fragment, number):
 
 def test_what_the_address_asks_for_in_vain_is_said(open_page, report):
     opened = open_page(report, "step=77&stage=%3Cscript%3E")
-    assert opened.count == f"50 shown of {NUM_ROWS} that match (not on this page: step 77, stage &lt;script&gt;)"
+    assert (
+        opened.count
+        == f"50 shown of {NUM_ROWS} that match (not on this page: step 77, stage &lt;script&gt;)"
+    )
 
 
 def test_without_script_there_are_completions_to_read(report, tmp_path, open_page):
@@ -75,7 +78,9 @@ def test_without_script_there_are_completions_to_read(report, tmp_path, open_pag
     changed = tmp_path / "changed.html"
     changed.write_text(source.replace('"use strict";', '"use strict"; '), encoding="utf-8")
     opened = open_page(changed)
-    assert any("Content Security Policy" in line for line in opened.console), "the policy holds off any other script"
+    assert any("Content Security Policy" in line for line in opened.console), (
+        "the policy holds off any other script"
+    )
     assert '<div id="completions-browser" hidden="">' in opened.dom
     noscript = re.search(r"<noscript>(.*?)</noscript>", source, re.DOTALL)[1]
     assert "1+2 #3.0" in noscript
@@ -86,9 +91,15 @@ def with_script(report, tmp_path):
     """with_script("..."): the page with one more script at its end, and without the policy that would hold it off."""
 
     def write(script):
-        source = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", report.read_text(encoding="utf-8"))
+        source = re.sub(
+            r'<meta http-equiv="Content-Security-Policy"[^>]*>',
+            "",
+            report.read_text(encoding="utf-8"),
+        )
         changed = tmp_path / "scripted.html"
-        changed.write_text(source.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")
+        changed.write_text(
+            source.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8"
+        )
         return changed
 
     return write
@@ -123,15 +134,23 @@ def test_a_changed_address_changes_rows_and_more_can_be_shown(with_script, open_
 
 def test_a_phone_need_not_scroll_sideways(with_script, open_page, tmp_path):
     """In a frame, because a window is never as narrow as a phone."""
-    page = with_script("parent.postMessage(`${document.documentElement.scrollWidth} of ${innerWidth}`, '*');")
+    page = with_script(
+        "parent.postMessage(`${document.documentElement.scrollWidth} of ${innerWidth}`, '*');"
+    )
     framed = tmp_path / "framed.html"
-    told = "<script>addEventListener('message', (event) => { document.title = event.data; });</script>"
-    framed.write_text(f'<title></title>{told}<iframe width="390" height="800" src="{page.as_uri()}"></iframe>')
+    told = (
+        "<script>addEventListener('message', (event) => { document.title = event.data; });</script>"
+    )
+    framed.write_text(
+        f'<title></title>{told}<iframe width="390" height="800" src="{page.as_uri()}"></iframe>'
+    )
     needed, there = open_page(framed).texts("title")[0].split(" of ")
     assert int(needed) <= int(there) == 390
 
 
-@pytest.mark.parametrize(("flags", "dark"), [((), False), (("--blink-settings=preferredColorScheme=0",), True)])
+@pytest.mark.parametrize(
+    ("flags", "dark"), [((), False), (("--blink-settings=preferredColorScheme=0",), True)]
+)
 def test_light_and_dark(open_page, report, tmp_path, flags, dark):
     picture = tmp_path / "page.png"
     open_page(report, "", *flags, f"--screenshot={picture}", "--window-size=900,700")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from eepo import watch
-from eepo.runlog import METRICS, RunLog
-from eepo.watch import Watched, WatchServer
+from eepo.reports import watch
+from eepo.reports.watch import Watched, WatchServer
+from eepo.runs.runlog import METRICS, RunLog
 
 
 class Following(Watched):
@@ -35,8 +35,12 @@ class Address:
         return self.url
 
 
-@pytest.mark.parametrize("name", ["grpo", "</title><script>document.title='ran'</script>"], ids=["plain", "hostile"])
-def test_a_new_step_replaces_the_report_in_the_frame(name, open_page, tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    "name", ["grpo", "</title><script>document.title='ran'</script>"], ids=["plain", "hostile"]
+)
+def test_a_new_step_replaces_the_report_in_the_frame(
+    name, open_page, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.setattr(watch, "REST", 0)
     log = RunLog(tmp_path)
     log.write_recipe(f"name = {json.dumps(name)}\n[training]\nnum_steps = 9\n")

@@ -14,7 +14,9 @@ from eepo.types import UserError
 
 
 def write(path: Path, *rows: Any) -> Path:
-    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    path.write_text(
+        "".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows)
+    )
     return path
 
 
@@ -45,7 +47,10 @@ def test_lines_come_back_in_order_with_a_verdict_and_all_their_keys(tmp_path: Pa
 
 
 def test_more_lines_than_a_chunk_and_a_file_to_write(tmp_path: Path) -> None:
-    path = write(tmp_path / "in.jsonl", *({"gold": str(n % 7), "completion": f"#### {n % 5}"} for n in range(1234)))
+    path = write(
+        tmp_path / "in.jsonl",
+        *({"gold": str(n % 7), "completion": f"#### {n % 5}"} for n in range(1234)),
+    )
     out = tmp_path / "out.jsonl"
     assert grade(path, "--out", str(out), "--reward", "exact") == []
     graded = [json.loads(line) for line in out.read_text().splitlines()]
@@ -53,9 +58,13 @@ def test_more_lines_than_a_chunk_and_a_file_to_write(tmp_path: Path) -> None:
 
 
 def test_a_function_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine.py").write_text("def longer(answer, completion):\n    return len(completion) > int(answer)\n")
+    (tmp_path / "mine.py").write_text(
+        "def longer(answer, completion):\n    return len(completion) > int(answer)\n"
+    )
     monkeypatch.chdir(tmp_path)
-    path = write(tmp_path / "in.jsonl", {"gold": 3, "completion": "four"}, {"gold": 3, "completion": "two"})
+    path = write(
+        tmp_path / "in.jsonl", {"gold": 3, "completion": "four"}, {"gold": 3, "completion": "two"}
+    )
     assert [row["correct"] for row in grade(path, "--reward", "mine:longer")] == [True, False]
 
 
@@ -96,7 +105,11 @@ def test_the_input_may_be_the_output_and_a_failure_loses_nothing(tmp_path: Path)
     assert json.loads(path.read_text())["correct"] is True
     before = write(path, {"gold": "1", "completion": "1"}, "{\n").read_text()
     with pytest.raises(UserError):
-        CliRunner().invoke(app, ["grade", str(path), "--out", str(path), "--reward", "exact"], catch_exceptions=False)
+        CliRunner().invoke(
+            app,
+            ["grade", str(path), "--out", str(path), "--reward", "exact"],
+            catch_exceptions=False,
+        )
     assert path.read_text() == before
     assert [entry.name for entry in tmp_path.iterdir()] == ["in.jsonl"]
 
@@ -111,7 +124,9 @@ def test_the_folder_of_the_output_is_made(tmp_path: Path) -> None:
 def test_an_output_that_cannot_be_written(out: str, tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", {"gold": "1", "completion": "1"})
     with pytest.raises(UserError, match="cannot be written"):
-        CliRunner().invoke(app, ["grade", str(path), "--out", str(tmp_path / out)], catch_exceptions=False)
+        CliRunner().invoke(
+            app, ["grade", str(path), "--out", str(tmp_path / out)], catch_exceptions=False
+        )
 
 
 def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path: Path) -> None:

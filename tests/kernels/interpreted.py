@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from eepo import head as plain_head
 from eepo import kernels
 from eepo.kernels import reference
-from eepo.kernels.rows import Outputs, RowState
+from eepo.kernels.row_state import Outputs, RowState
+from eepo.model import lm_head as plain_head
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("TRITON_INTERPRET=1 is not set", allow_module_level=True)
 
 from eepo.kernels import draw as draw_module
-from eepo.kernels import head as head_module
+from eepo.kernels import lm_head as head_module
 from eepo.kernels import paged_attention as attention_module
-from eepo.rollout.paged import PagedEngine
+from eepo.rollout.paged.engine import PagedEngine
 from eepo.rollout.transformers import TransformersEngine
 from eepo.types import Prompt, Sampling
 
@@ -91,7 +91,13 @@ def books(num_slots: int, num_lines: int, width: int) -> tuple[RowState, Outputs
 
 
 def drawn_by_both(
-    logits: Tensor, sources: list[int], slots: list[int], temperature: float, ends: list[int], state: Any, outputs: Any
+    logits: Tensor,
+    sources: list[int],
+    slots: list[int],
+    temperature: float,
+    ends: list[int],
+    state: Any,
+    outputs: Any,
 ) -> tuple[RowState, Outputs]:
     """What the kernels made of `state` and `outputs`, which is what the plain form makes of them."""
     inverse = torch.tensor([1 / temperature if temperature else 0.0])
@@ -114,11 +120,21 @@ def random_logits(rows: int, vocabulary: int, seed: int = 0) -> Tensor:
     return 3 * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("vocabulary", [5, 16, 49, 80])  # one block, not a whole one; powers of two and not
+@pytest.mark.parametrize(
+    "vocabulary", [5, 16, 49, 80]
+)  # one block, not a whole one; powers of two and not
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
 def test_draws_are_those_of_the_plain_form(vocabulary: int, temperature: float) -> None:
     state, outputs = books(5, 6, 4)
-    drawn_by_both(random_logits(5, vocabulary), [0, 1, 2, 3, 4], [4, 2, 0, 1, 3], temperature, [1, -1], state, outputs)
+    drawn_by_both(
+        random_logits(5, vocabulary),
+        [0, 1, 2, 3, 4],
+        [4, 2, 0, 1, 3],
+        temperature,
+        [1, -1],
+        state,
+        outputs,
+    )
 
 
 def test_rows_may_share_logits_and_lie_apart() -> None:
@@ -131,7 +147,9 @@ def test_rows_may_share_logits_and_lie_apart() -> None:
 def test_dead_slots_are_left_alone() -> None:
     state, outputs = books(4, 4, 3)
     state.live[1] = state.live[2] = 0
-    after, written = drawn_by_both(random_logits(4, 20), [0, 1, 2, 3], [0, 1, 2, 3], 1.0, [1], state, outputs)
+    after, written = drawn_by_both(
+        random_logits(4, 20), [0, 1, 2, 3], [0, 1, 2, 3], 1.0, [1], state, outputs
+    )
     for part in fields(state):
         assert torch.equal(getattr(after, part.name)[1:3], getattr(state, part.name)[1:3])
     assert written.lengths[state.outputs].tolist()[1:3] == [-5, -5]
@@ -187,9 +205,13 @@ def test_a_draw_of_0_does_not_leave_a_block_that_hardly_weighs() -> None:
     state, outputs = books(1, 1, 3)
     state.keys = torch.tensor([key_of(0, 0)])
     inverse = torch.tensor([1.0])
-    draw_module.draw(logits, torch.tensor([0]), torch.tensor([0]), inverse, torch.tensor([-1]), state, outputs)
+    draw_module.draw(
+        logits, torch.tensor([0]), torch.tensor([0]), inverse, torch.tensor([-1]), state, outputs
+    )
     assert 0 <= state.tokens.item() < 48
-    assert outputs.logprobs[0, 0] == pytest.approx(float(logits.log_softmax(1)[0, state.tokens.item()]), abs=1e-4)
+    assert outputs.logprobs[0, 0] == pytest.approx(
+        float(logits.log_softmax(1)[0, state.tokens.item()]), abs=1e-4
+    )
 
 
 @pytest.mark.parametrize("size", [1e2, 1e4, 1e30])
@@ -216,7 +238,9 @@ def test_equal_logits_of_one_row(temperature: float) -> None:
     for token in (0, 15, 16, 31, 32, 36):
         state, outputs = books(1, 1, 3)
         state.keys = torch.tensor([key_of(int((token + 0.5) / 37 * 2**53), 0)])
-        after, written = drawn_by_both(torch.full((1, 37), -2.5), [0], [0], temperature, [-1], state, outputs)
+        after, written = drawn_by_both(
+            torch.full((1, 37), -2.5), [0], [0], temperature, [-1], state, outputs
+        )
         assert after.tokens.item() == (token if temperature else 0)
         assert written.entropies[0, 0] == pytest.approx(math.log(37), abs=1e-5)
 
@@ -226,7 +250,10 @@ def test_logits_that_are_no_numbers_draw_a_token_of_the_vocabulary(temperature: 
     """A diverged model must not write beyond its books, nor read beyond its logits."""
     state, outputs = books(2, 2, 3)
     logits, every = random_logits(2, 37), torch.arange(2)
-    logits[0, ::2], logits[1, 36] = math.nan, math.nan  # the interpreter finds no largest where all are
+    logits[0, ::2], logits[1, 36] = (
+        math.nan,
+        math.nan,
+    )  # the interpreter finds no largest where all are
     inverse = torch.tensor([temperature])
     draw_module.draw(logits, every, every, inverse, torch.tensor([-1]), state, outputs)
     assert all(0 <= token < 37 for token in state.tokens.tolist())
@@ -236,7 +263,12 @@ def test_logits_that_are_no_numbers_draw_a_token_of_the_vocabulary(temperature: 
 
 
 def cache_of(
-    num_rows: int, num_key_heads: int, size: int, page: int, positions: list[int], dtype: torch.dtype
+    num_rows: int,
+    num_key_heads: int,
+    size: int,
+    page: int,
+    positions: list[int],
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Keys and values with NaN wherever nobody wrote, and tables that scatter each row's pages."""
     generator = torch.Generator().manual_seed(3)
@@ -249,7 +281,9 @@ def cache_of(
         tables[row, :held] = order[row, :held]
         for place in range(position):
             shape = (2, num_key_heads, size)
-            pages[:, order[row, place // page], :, place % page] = torch.randn(shape, generator=generator).to(dtype)
+            pages[:, order[row, place // page], :, place % page] = torch.randn(
+                shape, generator=generator
+            ).to(dtype)
     pages[:, 0] = 0  # scratch
     return pages[0], pages[1], tables
 
@@ -279,7 +313,9 @@ def attended_by_both(
     assert got.dtype == dtype
     torch.testing.assert_close(got, expected, **close)
     for mine, other in zip(ours, theirs, strict=True):
-        assert torch.equal(mine.nan_to_num(99.0), other.nan_to_num(99.0))  # the new token entered, and nothing else
+        assert torch.equal(
+            mine.nan_to_num(99.0), other.nan_to_num(99.0)
+        )  # the new token entered, and nothing else
 
 
 @pytest.fixture
@@ -330,11 +366,21 @@ def test_tables_and_positions_may_have_more_rows_than_there_are() -> None:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, n, 16, generator=generator) for n in (2, 1, 1))
     given = query, key, value, keys, values, tables, torch.tensor([4, 20, 8]), 0.25
-    torch.testing.assert_close(attention_module.paged_attention(*given), reference.paged_attention(*given))
+    torch.testing.assert_close(
+        attention_module.paged_attention(*given), reference.paged_attention(*given)
+    )
 
 
 def test_parts_are_few_where_rows_are_many() -> None:
-    assert [attention_module.num_splits(n) for n in (1, 16, 64, 128, 255, 256, 4096)] == [16, 16, 4, 2, 2, 1, 1]
+    assert [attention_module.num_splits(n) for n in (1, 16, 64, 128, 255, 256, 4096)] == [
+        16,
+        16,
+        4,
+        2,
+        2,
+        1,
+        1,
+    ]
 
 
 def test_a_program_reads_less_far_ahead_where_there_is_no_room() -> None:
@@ -347,7 +393,9 @@ def test_a_program_reads_less_far_ahead_where_there_is_no_room() -> None:
 # --- the head
 
 
-def head_both_ways(logits: Tensor, targets: Tensor, scale: float, tolerance: float = 2e-5) -> list[Tensor]:
+def head_both_ways(
+    logits: Tensor, targets: Tensor, scale: float, tolerance: float = 2e-5
+) -> list[Tensor]:
     """Stats, then the gradient, by the kernels; each checked against the plain form."""
     torch.manual_seed(0)
     upstream = [torch.randn(len(logits)) for _ in range(3)]
@@ -358,7 +406,9 @@ def head_both_ways(logits: Tensor, targets: Tensor, scale: float, tolerance: flo
             stats = plain_head._stats(logits.clone(), targets, scale)
             lse, _, entropies, complements = stats
             given = [targets, lse, entropies, complements, *upstream]
-            results.append([*stats, plain_head._gradient(logits.clone(), given, scale, torch.float32)])
+            results.append(
+                [*stats, plain_head._gradient(logits.clone(), given, scale, torch.float32)]
+            )
     for got, expected in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, rtol=2e-5, atol=tolerance)
     return results[0]
@@ -376,7 +426,8 @@ def test_the_gradient_comes_in_the_type_of_the_products_after_it() -> None:
     stats = plain_head._stats(logits.clone(), targets, 1.0)
     given = [targets, stats[0], *stats[2:], *(torch.randn(4) for _ in range(3))]
     exact, rounded = (
-        plain_head._gradient(logits.clone(), given, 1.0, dtype) for dtype in (torch.float32, torch.bfloat16)
+        plain_head._gradient(logits.clone(), given, 1.0, dtype)
+        for dtype in (torch.float32, torch.bfloat16)
     )
     assert rounded.dtype == torch.bfloat16
     torch.testing.assert_close(rounded.float(), exact, rtol=2**-7, atol=1e-6)
@@ -385,8 +436,12 @@ def test_the_gradient_comes_in_the_type_of_the_products_after_it() -> None:
 def test_a_token_that_is_all_but_certain_keeps_its_complement() -> None:
     logits = random_logits(3, 40)
     logits[0, 5], logits[1, 39], logits[2, 0] = 60.0, 95.0, -60.0
-    _, logprobs, entropies, complements, gradient = head_both_ways(logits, torch.tensor([5, 39, 0]), 1.0)
-    assert complements[0].item() == pytest.approx(logits[0].double()[torch.arange(40) != 5].logsumexp(0).item() - 60)
+    _, logprobs, entropies, complements, gradient = head_both_ways(
+        logits, torch.tensor([5, 39, 0]), 1.0
+    )
+    assert complements[0].item() == pytest.approx(
+        logits[0].double()[torch.arange(40) != 5].logsumexp(0).item() - 60
+    )
     assert logprobs[:2].tolist() == [0.0, 0.0]
     assert gradient.isfinite().all()
     assert entropies.min() >= -1e-5
@@ -433,13 +488,20 @@ class Wordless:
 
 def test_the_engine_draws_the_same_with_them(splits: Any) -> None:
     splits(1)
-    prompts = [Prompt(str(place), "", ids) for place, ids in enumerate([(5, 9, 30), (7,), (3, 3, 8, 40)])]
+    prompts = [
+        Prompt(str(place), "", ids) for place, ids in enumerate([(5, 9, 30), (7,), (3, 3, 8, 40)])
+    ]
     sampling = Sampling(temperature=0.8, max_new_tokens=4, seed=3)
     model = tiny_model()
     engine = PagedEngine(copy.deepcopy(model), Wordless())
     assert engine.unusable() == ""
     got = engine.generate(prompts, 2, sampling)
     expected = TransformersEngine(model, Wordless()).generate(prompts, 2, sampling)
-    assert [[one.token_ids for one in group] for group in got] == [[one.token_ids for one in g] for g in expected]
-    logprobs = [[lp for group in groups for one in group for lp in one.logprobs] for groups in (got, expected)]
+    assert [[one.token_ids for one in group] for group in got] == [
+        [one.token_ids for one in g] for g in expected
+    ]
+    logprobs = [
+        [lp for group in groups for one in group for lp in one.logprobs]
+        for groups in (got, expected)
+    ]
     assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)

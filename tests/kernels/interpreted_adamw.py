@@ -9,8 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from eepo import optimizers
-from eepo.optimizers import BETA_1, BETA_2, BLOCK, EPS, FIRST_LEVELS, SECOND_LEVELS, CompactAdamW
+from eepo.model import optimizers
+from eepo.model.optimizers import (
+    BETA_1,
+    BETA_2,
+    BLOCK,
+    EPS,
+    FIRST_LEVELS,
+    SECOND_LEVELS,
+    CompactAdamW,
+)
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("TRITON_INTERPRET=1 is not set", allow_module_level=True)
@@ -20,7 +28,9 @@ from eepo.kernels import adamw
 LENGTHS = [1, 7, 256, 257, 1024, 1500]  # in one tile, over it, and not a whole number of blocks
 
 
-def walked(eight_bit: bool, lengths: list[int], kernel: bool, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+def walked(
+    eight_bit: bool, lengths: list[int], kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> list[Tensor]:
     """Weights and moments after some steps whose gradients differ in size from one to the next."""
     monkeypatch.setenv("EEPO_KERNELS", str(int(kernel)))
     torch.manual_seed(0)
@@ -42,8 +52,14 @@ def test_steps_are_the_plain_ones(eight_bit: bool, monkeypatch: pytest.MonkeyPat
         assert one.dtype == other.dtype
         assert torch.equal(one.isfinite(), torch.ones_like(one, dtype=torch.bool))
         same = torch.isclose(one.float(), other.float(), rtol=1e-5, atol=1e-7)
-        assert same.float().mean() > 0.99  # a number on the border of two may be rounded the other way
-        steps = 1 if one.dtype in (torch.int8, torch.uint8) else 0.01 * other.float().abs().max().clamp(min=1e-9)
+        assert (
+            same.float().mean() > 0.99
+        )  # a number on the border of two may be rounded the other way
+        steps = (
+            1
+            if one.dtype in (torch.int8, torch.uint8)
+            else 0.01 * other.float().abs().max().clamp(min=1e-9)
+        )
         assert (one.float() - other.float()).abs().max() <= steps
 
 
@@ -73,7 +89,9 @@ def test_draws_are_the_plain_ones_to_the_bit() -> None:
         weight, gradient = (tensor.clone() for tensor in plain)
         first, second = (torch.zeros(count, dtype=torch.bfloat16) for _ in range(2))
         if update == "kernel":
-            adamw.update_bf16(weight, gradient, first, second, rates, key, 4, betas=(BETA_1, BETA_2), eps=EPS)
+            adamw.update_bf16(
+                weight, gradient, first, second, rates, key, 4, betas=(BETA_1, BETA_2), eps=EPS
+            )
         else:
             optimizers._update_bf16(weight, gradient, first, second, rates, key, 4, 0)
         states.append((first, second))
@@ -90,6 +108,8 @@ def test_a_second_moment_never_becomes_zero() -> None:
     rates, key = optimizers._numbers(1e-3, 0.0, 1, 0, torch.device("cpu"))
     tensors = [state[name] for name in optimizers.EIGHT_BIT]
     levels = (FIRST_LEVELS, SECOND_LEVELS)
-    adamw.update_8bit(weight, gradient, *tensors, rates, key, 0, betas=(BETA_1, BETA_2), eps=EPS, levels=levels)
+    adamw.update_8bit(
+        weight, gradient, *tensors, rates, key, 0, betas=(BETA_1, BETA_2), eps=EPS, levels=levels
+    )
     assert state["exp_avg_sq"].min() == 1
     assert state["exp_avg_sq"].max() == SECOND_LEVELS

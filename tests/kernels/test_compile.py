@@ -12,10 +12,22 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from eepo.kernels import draw, head, paged_attention
+from eepo.kernels import draw, paged_attention
+from eepo.kernels import lm_head as head
 
 CARDS = [80, 90]  # Ampere, Hopper
-INT64 = {"sources", "slots", "ends", "tokens", "positions", "num_drawn", "limits", "keys", "outputs", "targets"}
+INT64 = {
+    "sources",
+    "slots",
+    "ends",
+    "tokens",
+    "positions",
+    "num_drawn",
+    "limits",
+    "keys",
+    "outputs",
+    "targets",
+}
 INT32 = {"live", "out_tokens", "out_lengths", "out_finished", "tables"}
 COUNTS = {"vocabulary", "window", "stride"}
 CACHED = {"query", "new_key", "new_value", "key_pages", "value_pages", "out"}
@@ -45,9 +57,16 @@ def kind(name: str, cached: str) -> str:
 
 
 def compiled(
-    kernel: Any, constants: dict[str, Any], card: int, num_warps: int, cached: str = "*bf16", num_stages: int = 3
+    kernel: Any,
+    constants: dict[str, Any],
+    card: int,
+    num_warps: int,
+    cached: str = "*bf16",
+    num_stages: int = 3,
 ) -> Any:
-    signature = {name: "constexpr" if name in constants else kind(name, cached) for name in kernel.arg_names}
+    signature = {
+        name: "constexpr" if name in constants else kind(name, cached) for name in kernel.arg_names
+    }
     aligned = {  # as addresses and even sizes are: Triton is told so at a launch
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(kernel.arg_names)
@@ -62,12 +81,16 @@ def compiled(
 def test_draws(card: int) -> None:
     constants = {"NUM_BLOCKS": 75, "PADDED_BLOCKS": 128, "BLOCK": draw.BLOCK, "NUM_ENDS": 2}
     assert compiled(draw._join_kernel, constants, card, 8).asm["cubin"]
-    assert compiled(draw._block_kernel, {"PADDED_BLOCKS": 128, "BLOCK": draw.BLOCK}, card, 4).asm["cubin"]
+    assert compiled(draw._block_kernel, {"PADDED_BLOCKS": 128, "BLOCK": draw.BLOCK}, card, 4).asm[
+        "cubin"
+    ]
 
 
 @pytest.mark.parametrize("card", CARDS)
 def test_heads(card: int) -> None:
-    assert compiled(head._stats_kernel, {"NUM_BLOCKS": 38, "BLOCK": head.BLOCK}, card, 8).asm["cubin"]
+    assert compiled(head._stats_kernel, {"NUM_BLOCKS": 38, "BLOCK": head.BLOCK}, card, 8).asm[
+        "cubin"
+    ]
     for cached in ("*bf16", "*fp32"):  # of the gradient
         assert compiled(head._gradient_kernel, {"BLOCK": head.BLOCK}, card, 8, cached).asm["cubin"]
 
@@ -84,7 +107,9 @@ def test_attention_over_pages(shape: dict[str, Any], cached: str, card: int) -> 
 
 
 @pytest.mark.parametrize(("card", "kilobytes"), [(80, 163), (90, 227)])
-def test_reading_far_ahead_takes_no_more_than_the_room_it_asks_for(card: int, kilobytes: int) -> None:
+def test_reading_far_ahead_takes_no_more_than_the_room_it_asks_for(
+    card: int, kilobytes: int
+) -> None:
     stages = paged_attention.num_stages(2 * 64 * 128 * 2, kilobytes << 10)
     assert stages == paged_attention.STAGES
     shape = {"NUM_HEADS": 16, "GROUP": 8, "SIZE": 128, "PADDED": 128}

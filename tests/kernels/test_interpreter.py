@@ -17,6 +17,13 @@ def test_kernels_equal_their_plain_forms_in_tritons_interpreter(file: str) -> No
     pytest.importorskip("triton", reason="Triton is not installed")
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "--noconftest", "-x", str(HERE / file)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, cwd=HERE.parent.parent)
+    done = subprocess.run(
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=HERE.parent.parent,
+    )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

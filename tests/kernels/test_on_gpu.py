@@ -10,20 +10,21 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from eepo import kernels
-from eepo.batching import MicroBatch, Packed
-from eepo.compiled import compile_layers
 from eepo.kernels import draw as draw_module
 from eepo.kernels import reference
-from eepo.kernels.rows import Outputs, RowState
-from eepo.policy import Policy, Scores
-from eepo.rollout.packed import compile_packed
-from eepo.rollout.paged import PagedEngine
+from eepo.kernels.row_state import Outputs, RowState
+from eepo.model.batching import MicroBatch, Packed
+from eepo.model.compilation import compile_layers
+from eepo.model.policy import Policy, Scores
+from eepo.rollout.fused_linear import compile_packed
+from eepo.rollout.paged.engine import PagedEngine
 from eepo.rollout.transformers import TransformersEngine
 from eepo.types import Completion, Prompt, Sampling
 
 GPU = torch.device("cuda")
 pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or not kernels.available(GPU), reason="needs a CUDA GPU and Triton"
+    not torch.cuda.is_available() or not kernels.available(GPU),
+    reason="needs a CUDA GPU and Triton",
 )
 VOCABULARY = 151_936
 
@@ -62,7 +63,9 @@ def test_draws_of_a_real_vocabulary(num_rows: int, temperature: float, dtype: to
     assert torch.cuda.max_memory_allocated() - before <= 2048 * num_rows  # what the blocks found
     same = (outputs.tokens == plain[1].tokens).all(1)
     assert same.float().mean() >= 0.99  # sums in another order may step over a neighbour
-    torch.testing.assert_close(outputs.logprobs[same], plain[1].logprobs[same], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        outputs.logprobs[same], plain[1].logprobs[same], rtol=1e-4, atol=1e-4
+    )
     torch.testing.assert_close(outputs.entropies, plain[1].entropies, rtol=1e-4, atol=1e-4)
     assert torch.equal(state.positions, plain[0].positions)
     assert torch.equal(outputs.lengths[same], plain[1].lengths[same])
@@ -103,8 +106,15 @@ def test_a_compiled_engine_with_packed_products_draws_what_the_plain_one_draws()
                 weight.mul_(factor)
         engine.load_weights(model.named_parameters())
         engine._forget_buffers()  # the second time graphs are captured again
-        got, expected = (one.generate(PROMPTS, 2, sampling) for one in (engine, TransformersEngine(model, Wordless())))
-        pairs = [pair for ours, theirs in zip(got, expected, strict=True) for pair in zip(ours, theirs, strict=True)]
+        got, expected = (
+            one.generate(PROMPTS, 2, sampling)
+            for one in (engine, TransformersEngine(model, Wordless()))
+        )
+        pairs = [
+            pair
+            for ours, theirs in zip(got, expected, strict=True)
+            for pair in zip(ours, theirs, strict=True)
+        ]
         same = [ours.token_ids == theirs.token_ids for ours, theirs in pairs]
         assert sum(same) >= 0.9 * len(same)  # a tie, broken by rounding, changes all that follows
         firsts = [ours.token_ids[:1] == theirs.token_ids[:1] for ours, theirs in pairs]
@@ -130,11 +140,15 @@ def test_a_compiled_engine_rounds_no_worse_than_the_plain_one() -> None:
     @torch.inference_mode()
     def error(sampler: Any) -> float:
         errors = []
-        for prompt, group in zip(PROMPTS, sampler.generate(PROMPTS, 8, Sampling(1.0, 40)), strict=True):
+        for prompt, group in zip(
+            PROMPTS, sampler.generate(PROMPTS, 8, Sampling(1.0, 40)), strict=True
+        ):
             for one in group:
                 ids = torch.tensor([*prompt.token_ids, *one.token_ids], device=GPU)
                 logits = exact(ids[None]).logits[0, len(prompt.token_ids) - 1 : -1]
-                expected = logits.log_softmax(-1).gather(-1, ids[len(prompt.token_ids) :, None])[:, 0]
+                expected = logits.log_softmax(-1).gather(-1, ids[len(prompt.token_ids) :, None])[
+                    :, 0
+                ]
                 errors.append((torch.tensor(one.logprobs, device=GPU) - expected).abs())
         return torch.cat(errors).mean().item()
 
@@ -156,9 +170,18 @@ def test_a_shared_prompt_teaches_what_its_copies_teach(compiled: bool) -> None:
     def ids(number: int) -> tuple[int, ...]:
         return tuple(torch.randint(1, 1000, (number,), generator=generator).tolist())
 
-    groups = [(Prompt(str(i), "", ids(40 + 9 * i)), [ids(20 + 13 * (i + j) % 50) for j in range(6)]) for i in range(4)]
-    shared = [(prompt, Completion(own, (0.0,) * len(own), "", True)) for prompt, group in groups for own in group]
-    order = [row for place in range(6) for row in range(place, len(shared), 6)]  # no prompt twice in a row
+    groups = [
+        (Prompt(str(i), "", ids(40 + 9 * i)), [ids(20 + 13 * (i + j) % 50) for j in range(6)])
+        for i in range(4)
+    ]
+    shared = [
+        (prompt, Completion(own, (0.0,) * len(own), "", True))
+        for prompt, group in groups
+        for own in group
+    ]
+    order = [
+        row for place in range(6) for row in range(place, len(shared), 6)
+    ]  # no prompt twice in a row
 
     def loss(batch: MicroBatch, scores: Scores) -> torch.Tensor:
         shares = batch.pick([1.0 + row % 5 for row in range(len(shared))]).unsqueeze(1)

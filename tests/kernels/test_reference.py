@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eepo import kernels
 from eepo.kernels import reference
-from eepo.kernels.rows import Outputs, RowState
+from eepo.kernels.row_state import Outputs, RowState
 
 CPU = torch.device("cpu")
 INF = math.inf
@@ -86,7 +86,9 @@ def new_books(num_slots: int, width: int) -> tuple[RowState, Outputs]:
     return state, outputs
 
 
-def plain_row(logits: list[float], key: int, position: int, temperature: float) -> tuple[int, float, float]:
+def plain_row(
+    logits: list[float], key: int, position: int, temperature: float
+) -> tuple[int, float, float]:
     """Token, log-probability and entropy, in Python's own numbers."""
     top = max(logits)
     scale = temperature or 1.0
@@ -124,7 +126,15 @@ def test_rows_draw_by_themselves_until_they_end(temperature: float) -> None:
                 expected[slot].append(plain_row(row, keys[slot], len(expected[slot]), temperature))
                 if expected[slot][-1][0] in ends or len(expected[slot]) == (2 if slot == 1 else 6):
                     alive.remove(slot)
-        reference.draw(logits, sources, torch.tensor([2, 0, 1, 3]), inverse, torch.tensor([2, 9]), state, outputs)
+        reference.draw(
+            logits,
+            sources,
+            torch.tensor([2, 0, 1, 3]),
+            inverse,
+            torch.tensor([2, 9]),
+            state,
+            outputs,
+        )
     assert state.live.tolist() == [0, 0, 0, 0]
     assert outputs.lengths.tolist() == [len(row) for row in expected]
     assert outputs.lengths[3] == 0
@@ -141,7 +151,9 @@ def test_rows_draw_by_themselves_until_they_end(temperature: float) -> None:
 def test_impossible_tokens_leave_entropies_finite() -> None:
     logits = torch.tensor([[-INF, 0.0, math.log(3.0), -INF]])
     for temperature in (0.0, 1.0):
-        token, logprob, entropy = reference.sample(logits, torch.tensor([0.9], dtype=torch.float64), temperature)
+        token, logprob, entropy = reference.sample(
+            logits, torch.tensor([0.9], dtype=torch.float64), temperature
+        )
         assert token.item() == 2
         assert logprob.item() == pytest.approx(math.log(0.75))
         assert entropy.item() == pytest.approx(-0.75 * math.log(0.75) - 0.25 * math.log(0.25))
@@ -150,23 +162,35 @@ def test_impossible_tokens_leave_entropies_finite() -> None:
 # --- attention over pages
 
 
-def plain_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float, window: int) -> Tensor:
+def plain_attention(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float, window: int
+) -> Tensor:
     """One head's query [D] over its L places [L, D], the last of which is its own."""
     scores = [float(query.double() @ key.double()) * scale for key in keys]
     if softcap:
         scores = [softcap * math.tanh(score / softcap) for score in scores]
     first = max(0, len(scores) - window) if window else 0
     masses = [math.exp(score) if place >= first else 0.0 for place, score in enumerate(scores)]
-    return sum(mass * value.double() for mass, value in zip(masses, values, strict=True)) / sum(masses)
+    return sum(mass * value.double() for mass, value in zip(masses, values, strict=True)) / sum(
+        masses
+    )
 
 
-@pytest.mark.parametrize(("softcap", "window"), [(0.0, 0), (0.8, 0), (0.0, 1), (0.0, 5), (2.0, 9), (0.0, 1000)])
+@pytest.mark.parametrize(
+    ("softcap", "window"), [(0.0, 0), (0.8, 0), (0.0, 1), (0.0, 5), (2.0, 9), (0.0, 1000)]
+)
 @pytest.mark.parametrize(("heads", "key_heads"), [(2, 2), (6, 1), (6, 2)])
-def test_a_token_attends_to_its_own_row_and_itself(heads: int, key_heads: int, softcap: float, window: int) -> None:
+def test_a_token_attends_to_its_own_row_and_itself(
+    heads: int, key_heads: int, softcap: float, window: int
+) -> None:
     generator = torch.Generator().manual_seed(0)
     page, size, positions = 4, 6, [0, 3, 4, 11]
-    whole = [torch.randn(2, position + 1, key_heads, size, generator=generator) for position in positions]
-    pages = torch.full((2, 20, key_heads, page, size), math.nan)  # what nobody wrote must not be read
+    whole = [
+        torch.randn(2, position + 1, key_heads, size, generator=generator) for position in positions
+    ]
+    pages = torch.full(
+        (2, 20, key_heads, page, size), math.nan
+    )  # what nobody wrote must not be read
     tables = torch.zeros(5, 4, dtype=torch.int32)
     pages[:, 0] = 0
     fresh = iter([7, 3, 12, 1, 9, 5, 15, 2])
@@ -183,7 +207,11 @@ def test_a_token_attends_to_its_own_row_and_itself(heads: int, key_heads: int, s
     for row, (keys, values) in enumerate(whole):
         for head in range(heads):
             own = head // (heads // key_heads)
-            expected = plain_attention(query[row, head], keys[:, own], values[:, own], 0.4, softcap, window)
+            expected = plain_attention(
+                query[row, head], keys[:, own], values[:, own], 0.4, softcap, window
+            )
             torch.testing.assert_close(got[row, head].double(), expected, rtol=1e-5, atol=1e-5)
         place = positions[row]
-        assert torch.equal(pages[:, tables[row, place // page].long(), :, place % page], whole[row][:, -1])
+        assert torch.equal(
+            pages[:, tables[row, place // page].long(), :, place % page], whole[row][:, -1]
+        )

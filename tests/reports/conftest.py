@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from eepo.estimates import pass_at_k, powers_of_two
+from eepo.evaluation.estimates import pass_at_k, powers_of_two
 
 NUM_STEPS, NUM_SAMPLES = 30, 32
 
@@ -18,7 +18,12 @@ WriteRun = Callable[..., Path]
 
 def metrics_row(step: int, staged: bool, level: float) -> dict[str, Any]:
     wave = 0.05 * ((step * 7) % 5)
-    row: dict[str, Any] = {"step": step, "gate_share": 0.0, "policy_entropy": level, "grad_norm": 1.0}
+    row: dict[str, Any] = {
+        "step": step,
+        "gate_share": 0.0,
+        "policy_entropy": level,
+        "grad_norm": 1.0,
+    }
     for stage in (1, 2) if staged else (1,):
         row |= {
             f"stage{stage}/reward": 0.3 + 0.01 * step + wave - 0.03 * (stage - 1),
@@ -27,7 +32,7 @@ def metrics_row(step: int, staged: bool, level: float) -> dict[str, Any]:
             f"stage{stage}/clip_share": 0.01 * stage + wave / 10,
         }
     row |= {key: row[f"stage1/{key}"] for key in ("reward", "entropy", "length")}
-    row |= {"missed_share": 0.4 + wave, "rescued_share": 0.1 * (1 + staged) + wave / 4}
+    row |= {"missed_share": 0.4 + wave, "second_half_recovery": 0.1 * (1 + staged) + wave / 4}
     row |= {"seconds/stage1": 0.5, "seconds/update": 1.0, "seconds/total": 2.0}
     if staged:
         row |= {"gate_share": 0.2 + wave, "seconds/stage2": 0.25}
@@ -40,7 +45,12 @@ def evaluation_row(step: int, kind: str, name: str, correct: Sequence[int]) -> d
     """`correct`: of NUM_SAMPLES, problem by problem. Greedy is right where more than half the samples are."""
     number = len(correct)
     problems = [
-        {"id": f"p{place}", "greedy": right * 2 > NUM_SAMPLES, "correct": right, "distinct": min(right, 3)}
+        {
+            "id": f"p{place}",
+            "greedy": right * 2 > NUM_SAMPLES,
+            "correct": right,
+            "distinct": min(right, 3),
+        }
         for place, right in enumerate(correct)
     ]
     row: dict[str, Any] = {
@@ -81,8 +91,12 @@ def write_run(tmp_path: Path) -> WriteRun:
             f'name = "{name}"\n[algorithm]\nnum_stages = {1 + staged}\ngroup_size = 8\n{settings}\n'
             f"[training]\nseed = {seed}\nnum_steps = {NUM_STEPS}\nprompts_per_step = 4\n"
         )
-        (folder / "environment.json").write_text(json.dumps({"eepo": "0.1.0", "packages": {"torch": "2.10"}}))
-        metrics = [metrics_row(step, staged, level + 0.05 * seed) for step in range(1, NUM_STEPS + 1)]
+        (folder / "environment.json").write_text(
+            json.dumps({"eepo": "0.1.0", "packages": {"torch": "2.10"}})
+        )
+        metrics = [
+            metrics_row(step, staged, level + 0.05 * seed) for step in range(1, NUM_STEPS + 1)
+        ]
         (folder / "metrics.jsonl").write_text(to_lines(metrics))
         evaluations = [
             evaluation_row(step, "quick", name, [8 + step % 7, 3, 0, seed])
@@ -90,9 +104,14 @@ def write_run(tmp_path: Path) -> WriteRun:
             for name in ("in_range", "out_of_range")
         ]
         if start:
-            evaluations += [evaluation_row(0, "full", name, [8, 0, 0, 0]) for name in ("in_range", "out_of_range")]
+            evaluations += [
+                evaluation_row(0, "full", name, [8, 0, 0, 0])
+                for name in ("in_range", "out_of_range")
+            ]
         evaluations.append(evaluation_row(NUM_STEPS, "full", "in_range", correct))
-        evaluations.append(evaluation_row(NUM_STEPS, "full", "out_of_range", [right // 2 for right in correct]))
+        evaluations.append(
+            evaluation_row(NUM_STEPS, "full", "out_of_range", [right // 2 for right in correct])
+        )
         (folder / "evaluations.jsonl").write_text(to_lines(evaluations))
         completions = [
             {"step": step, "prompt_id": f"{step}/{prompt}", "prompt": "1 2 = 3 :", "stage": 1 + (place >= 4) * staged,

@@ -7,8 +7,15 @@ import re
 
 import pytest
 
-from eepo.reports.browser import MOST_CHARACTERS, MOST_ROWS, browser_data, browser_section, cut_text, harmless_json
-from eepo.reports.runs import read_run
+from eepo.reports.browser import (
+    MOST_CHARACTERS,
+    MOST_ROWS,
+    browser_data,
+    browser_section,
+    cut_text,
+    harmless_json,
+)
+from eepo.reports.records import read_run
 
 HOSTILE = "</script><script>alert(1)</script><!-- &lt; \u2028 \u2029 \ud800"
 

@@ -7,17 +7,30 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from eepo.reports.chances import chances_figure
+from eepo.reports.captions import dots, draws, smoothing
 from eepo.reports.collapse import accuracy_by_entropy, collapse_figure
 from eepo.reports.curves import evaluation_curve, metric_curve, over_seeds, smooth
-from eepo.reports.figures import cost_figure, exploration_figure, pass_at_k_figure, unlearning_figure
-from eepo.reports.notes import dots, draws, smoothing
+from eepo.reports.figure_list import PICTURES, draw_pictures, image_bytes
+from eepo.reports.figures import (
+    cost_figure,
+    exploration_figure,
+    pass_at_k_figure,
+    unlearning_figure,
+)
 from eepo.reports.palette import KNOWN, looks
 from eepo.reports.panels import WIDTH
-from eepo.reports.pictures import PICTURES, draw_pictures, image_bytes
-from eepo.reports.runs import read_run
+from eepo.reports.records import read_run
+from eepo.reports.second_half import chances_figure
 
-NAMES = ("exploration", "collapse", "pass_at_k", "cost", "unlearning", "second_chances", "forgetting")
+NAMES = (
+    "exploration",
+    "collapse",
+    "pass_at_k",
+    "cost",
+    "unlearning",
+    "second_half_recovery",
+    "forgetting",
+)
 
 
 @pytest.fixture
@@ -37,11 +50,17 @@ def test_every_figure_is_drawn_and_none_is_blank(runs):
 
 def test_no_text_leaves_the_figure_or_overlaps(runs, write_run):
     """Titles and legends, where a long name would do harm."""
-    runs = [*runs, read_run(write_run("eepo_with_a_rather_long_name", 0)), read_run(write_run("higher_temperature", 0))]
+    runs = [
+        *runs,
+        read_run(write_run("eepo_with_a_rather_long_name", 0)),
+        read_run(write_run("higher_temperature", 0)),
+    ]
     for picture, figure in draw_pictures(runs):
         figure.canvas.draw()
         boxes = [axes.title.get_window_extent() for axes in figure.axes if axes.get_visible()]
-        boxes += [legend.get_window_extent() for axes in figure.axes if (legend := axes.get_legend())]
+        boxes += [
+            legend.get_window_extent() for axes in figure.axes if (legend := axes.get_legend())
+        ]
         boxes += [legend.get_window_extent() for legend in figure.legends]
         for place, box in enumerate(boxes):
             assert box.x0 >= -1, picture.name
@@ -54,7 +73,9 @@ def test_figures_have_the_width_of_a_page_and_text_that_can_be_read_there(runs):
     for picture, figure in draw_pictures(runs):
         wide = 0.72 * WIDTH if picture.name == "pass_at_k" else WIDTH
         assert figure.get_figwidth() == pytest.approx(wide)
-        texts = [axes.title for axes in figure.axes] + [tick for axes in figure.axes for tick in axes.get_xticklabels()]
+        texts = [axes.title for axes in figure.axes] + [
+            tick for axes in figure.axes for tick in axes.get_xticklabels()
+        ]
         assert min(text.get_fontsize() for text in texts) >= 6
         assert f'width="{72 * wide:g}pt"' in image_bytes(figure, "svg").decode()
 
@@ -64,7 +85,9 @@ def test_accuracy_stands_against_the_entropy_of_the_policy_that_was_evaluated(wr
     run = read_run(write_run("grpo"))
     entropy = run.series("entropy")
     path = accuracy_by_entropy([run], "in_range")
-    assert [accuracy for _, accuracy in path] == evaluation_curve([run], "in_range", "mean").mean.tolist()
+    assert [accuracy for _, accuracy in path] == evaluation_curve(
+        [run], "in_range", "mean"
+    ).mean.tolist()
     assert [found for found, _ in path] == [entropy[step] for step in (1, 11, 21, 30)]
 
 
@@ -74,7 +97,7 @@ def test_figures_without_data_are_left_out(write_run):
     assert [picture.name for picture, _ in draw_pictures([read_run(folder)])] == [
         "exploration",
         "cost",
-        "second_chances",
+        "second_half_recovery",
     ]
     (folder / "metrics.jsonl").write_text("")
     assert all(picture.figure([read_run(folder)]) is None for picture in PICTURES)
@@ -90,7 +113,7 @@ def test_second_chances_are_shares_of_what_was_missed_in_the_whole_run(runs, wri
     folder = write_run("old")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
-        del row["missed_share"], row["rescued_share"]
+        del row["missed_share"], row["second_half_recovery"]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert chances_figure([read_run(folder)]) is None
 
@@ -132,7 +155,10 @@ def test_smoothing_keeps_a_straight_line_and_lessens_noise():
 def test_colours_stay_with_their_method():
     alone, among = looks(["mine"]), looks(["mine", "grpo", "eepo", "start"])
     assert alone["mine"] == among["mine"]
-    assert len({colour for colour, _ in looks([*KNOWN, "a", "b", "c", "d"]).values()}) == len(KNOWN) + 4
+    assert (
+        len({colour for colour, _ in looks([*KNOWN, "a", "b", "c", "d"]).values()})
+        == len(KNOWN) + 4
+    )
 
 
 def test_a_curve_is_over_the_same_problems_at_every_step(write_run):
@@ -154,7 +180,14 @@ def keep_lines(path, keep):
 
 def with_quick_start(folder, mean):
     """Its own look at the start was quick, with fewer draws."""
-    row = {"step": 0, "kind": "quick", "set": "in_range", "num_problems": 4, "num_samples": 4, "greedy": 0.5}
+    row = {
+        "step": 0,
+        "kind": "quick",
+        "set": "in_range",
+        "num_problems": 4,
+        "num_samples": 4,
+        "greedy": 0.5,
+    }
     row |= {"mean": mean, "pass@k": {"1": mean}}
     with (folder / "evaluations.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
@@ -163,7 +196,11 @@ def with_quick_start(folder, mean):
 
 def starting_heights(runs):
     """Of the lines in the first panel, one for each method and measure."""
-    return {line.get_ydata()[0] for line in collapse_figure(runs).axes[0].lines if line.get_linestyle() == "--"}
+    return {
+        line.get_ydata()[0]
+        for line in collapse_figure(runs).axes[0].lines
+        if line.get_linestyle() == "--"
+    }
 
 
 def test_one_starting_policy_stands_at_one_height(write_run):
@@ -172,8 +209,12 @@ def test_one_starting_policy_stands_at_one_height(write_run):
     runs = [read_run(folder) for folder in (judged, looked)]
     assert starting_heights(runs) == {8 / 4 / 32}
     assert "over 4 or 32 draws of each problem, or over 32 where a full" in draws(runs)
-    other = read_run(with_quick_start(write_run("other", start=False, settings='[model]\npath = "other"'), 0.5))
-    assert starting_heights([*runs, other]) == {8 / 4 / 32, 0.5}, "another policy keeps its own evaluation"
+    other = read_run(
+        with_quick_start(write_run("other", start=False, settings='[model]\npath = "other"'), 0.5)
+    )
+    assert starting_heights([*runs, other]) == {8 / 4 / 32, 0.5}, (
+        "another policy keeps its own evaluation"
+    )
 
 
 def test_a_single_step_is_a_dot_over_a_whole_number(write_run):
@@ -186,7 +227,10 @@ def test_a_single_step_is_a_dot_over_a_whole_number(write_run):
             low, high = axes.get_xlim()
             assert [tick for tick in axes.get_xticks() if low <= tick <= high] == [1]
     first, second = exploration_figure([run]).axes[0].lines
-    assert (first.get_markerfacecolor(), second.get_markerfacecolor()) == (KNOWN["eepo"][0], "white")
+    assert (first.get_markerfacecolor(), second.get_markerfacecolor()) == (
+        KNOWN["eepo"][0],
+        "white",
+    )
     assert dots([run]) == "A single step is a dot, a hollow one of a later stage."
 
 
@@ -194,11 +238,13 @@ def test_captions_tell_of_smoothing_where_there_is_some(write_run):
     folder = write_run("grpo")
     assert smoothing([read_run(folder)]) == dots([read_run(folder)]) == ""
     with (folder / "metrics.jsonl").open("a") as file:
-        file.writelines(json.dumps({"step": step, "stage1/entropy": 1.0}) + "\n" for step in range(31, 41))
+        file.writelines(
+            json.dumps({"step": step, "stage1/entropy": 1.0}) + "\n" for step in range(31, 41)
+        )
     run = read_run(folder)
     assert smoothing([run]).endswith("faint lines are the raw values.")
     values = metric_curve([run], "stage1/entropy").mean
     assert (smooth(values[:39]) == values[:39]).all()
     assert (smooth(values) != values).any()
     told = [picture.name for picture in PICTURES if smoothing in picture.notes]
-    assert told == ["exploration", "collapse", "cost", "unlearning", "second_chances"]
+    assert told == ["exploration", "collapse", "cost", "unlearning", "second_half_recovery"]

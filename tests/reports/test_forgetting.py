@@ -6,10 +6,10 @@ import warnings
 
 import pytest
 
+from eepo.reports.figure_list import image_bytes
 from eepo.reports.forgetting import forgetting_figure, forgotten_problems, own_texts
-from eepo.reports.lettering import drawable, fitting_end, name_text, shortened, text_width
-from eepo.reports.pictures import image_bytes
-from eepo.reports.runs import read_run
+from eepo.reports.labels import drawable, fitting_end, name_text, shortened, text_width
+from eepo.reports.records import read_run
 
 
 def completion(step=1, prompt="1 2 = 3 :", text="1+2", logprob=-1.0, after=-2.0, reward=1.0):
@@ -58,9 +58,15 @@ def test_a_completion_drawn_twice_stands_there_once(read_rows):
 
 
 def test_at_most_four_problems_and_five_completions(read_rows):
-    rows = [completion(prompt=f"p{p}", text=f"t{t}", logprob=-1.0 - t) for p in range(6) for t in range(7)]
+    rows = [
+        completion(prompt=f"p{p}", text=f"t{t}", logprob=-1.0 - t)
+        for p in range(6)
+        for t in range(7)
+    ]
     _, problems = forgotten_problems(read_rows(*rows))
-    assert [[row["text"] for row in rows] for rows in problems] == [["t0", "t1", "t2", "t3", "t4"]] * 4
+    assert [[row["text"] for row in rows] for rows in problems] == [
+        ["t0", "t1", "t2", "t3", "t4"]
+    ] * 4
 
 
 def test_long_completions_whose_probability_is_no_float_have_bars(read_rows):
@@ -75,17 +81,23 @@ def test_long_completions_whose_probability_is_no_float_have_bars(read_rows):
 
 def test_nothing_was_forgotten(write_run, read_rows):
     assert forgetting_figure([read_run(write_run("grpo"))]) is None
-    assert forgetting_figure([read_rows(completion(after=None), completion(after=math.nan))]) is None
+    assert (
+        forgetting_figure([read_rows(completion(after=None), completion(after=math.nan))]) is None
+    )
 
 
 def test_what_a_model_wrote_is_neither_a_formula_nor_a_missing_glyph(read_rows):
     hostile = "$\\frac{$ \\$ _^{ \x1b[31m \ud800 \u202e 漢字 " + "x" * 5000
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        figure = forgetting_figure([read_rows(completion(prompt=hostile, text=hostile), completion(text="$x$"))])
+        figure = forgetting_figure(
+            [read_rows(completion(prompt=hostile, text=hostile), completion(text="$x$"))]
+        )
         assert image_bytes(figure, "png")
         assert image_bytes(figure, "svg")
-    assert "\\$x\\$  ✓" in [label.get_text() for axes in figure.axes for label in axes.get_yticklabels()]
+    assert "\\$x\\$  ✓" in [
+        label.get_text() for axes in figure.axes for label in axes.get_yticklabels()
+    ]
 
 
 def test_shortened_texts_keep_their_end():
@@ -102,7 +114,12 @@ def templated(problem):
 
 def test_titles_and_labels_stay_in_the_figure_and_apart(read_rows):
     """However long a problem is, and however wide its letters."""
-    problems = ["What is $1+4$?", "W" * 200, "so\nmany lines " * 20 + "and what is 2 + 2?", "i" * 300]
+    problems = [
+        "What is $1+4$?",
+        "W" * 200,
+        "so\nmany lines " * 20 + "and what is 2 + 2?",
+        "i" * 300,
+    ]
     rows = [completion(prompt=templated(p), text=t * 40) for p in problems for t in ("W", "-", "M")]
     figure = forgetting_figure([read_rows(*rows)])
     figure.set_dpi(300)  # as it is saved: at fewer dots letters are rounded to whole ones
@@ -115,8 +132,12 @@ def test_titles_and_labels_stay_in_the_figure_and_apart(read_rows):
     labels = [label.get_window_extent() for axes in figure.axes for label in axes.get_yticklabels()]
     assert min(box.x0 for box in boxes + labels) > 0.01 * figure.bbox.x1
     assert max(box.x1 for box in boxes) < figure.bbox.x1
-    assert not any(box.overlaps(other) for place, box in enumerate(boxes) for other in boxes[place + 1 :])
-    assert all(axes.get_position().width > 0.15 for axes in figure.axes), "labels leave the bars room"
+    assert not any(
+        box.overlaps(other) for place, box in enumerate(boxes) for other in boxes[place + 1 :]
+    )
+    assert all(axes.get_position().width > 0.15 for axes in figure.axes), (
+        "labels leave the bars room"
+    )
 
 
 def test_a_problem_is_what_prompts_do_not_share():

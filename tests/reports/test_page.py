@@ -9,8 +9,8 @@ from html.parser import HTMLParser
 import pytest
 
 from eepo.reports import read_run, write_report
+from eepo.reports.figure_list import PICTURES
 from eepo.reports.page import page
-from eepo.reports.pictures import PICTURES
 from eepo.types import UserError
 
 VOID = {"meta", "img", "br", "link", "input"}
@@ -28,7 +28,11 @@ class Tags(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
-        self.sources += [value or "" for key, value in attrs if key in ("src", "href", "srcset", "data", "action")]
+        self.sources += [
+            value or ""
+            for key, value in attrs
+            if key in ("src", "href", "srcset", "data", "action")
+        ]
         if tag not in VOID:
             self.open.append(tag)
 
@@ -69,7 +73,10 @@ def test_the_page_is_whole_and_needs_no_network(write_run, out):
     assert not re.search(r"""(?i)(src|href|url\(|@import)[\s="'(]*(https?:)?//""", source)
     script = re.search(r"<script>(.*?)</script>", source, re.DOTALL)[1]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    assert f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'; " in source
+    assert (
+        f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'; "
+        in source
+    )
     assert 'name="viewport"' in source
     assert "prefers-color-scheme: dark" in source
     for words in (
@@ -82,7 +89,15 @@ def test_the_page_is_whole_and_needs_no_network(write_run, out):
         assert words in tags.text
     figures = sorted(path.name for path in (out.parent / "report_figures").iterdir())
     assert out.stat().st_size < 5e6
-    names = ("collapse", "cost", "exploration", "forgetting", "pass_at_k", "second_chances", "unlearning")
+    names = (
+        "collapse",
+        "cost",
+        "exploration",
+        "forgetting",
+        "pass_at_k",
+        "second_half_recovery",
+        "unlearning",
+    )
     assert figures == [f"{name}.{form}" for name in names for form in ("png", "svg")]
 
 
@@ -96,7 +111,9 @@ def test_a_report_of_one_seed_says_so(write_run):
 
 
 def test_what_a_model_wrote_cannot_act(write_run, out):
-    hostile = "</pre></td><script>alert(1)</script><img src=x onerror=alert(1)> \ud800 \u202e \x1b[31m"
+    hostile = (
+        "</pre></td><script>alert(1)</script><img src=x onerror=alert(1)> \ud800 \u202e \x1b[31m"
+    )
     source = write_report([bare(write_run("eepo", text=hostile))], out).read_text(encoding="utf-8")
     assert source.count("<script") == source.count("</script") == 2
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in source
@@ -166,7 +183,9 @@ def test_a_run_killed_after_one_step_has_a_page(write_run, out):
     folder = write_run("eepo")
     for name in ("metrics", "completions"):
         lines = (folder / f"{name}.jsonl").read_text().splitlines(keepends=True)
-        (folder / f"{name}.jsonl").write_text("".join(line for line in lines if '"step": 1,' in line))
+        (folder / f"{name}.jsonl").write_text(
+            "".join(line for line in lines if '"step": 1,' in line)
+        )
     (folder / "evaluations.jsonl").unlink()
     tags = read_page(write_report([folder], out))
     assert tags.tags.count("img") == 5  # no evaluation: no collapse, no pass@k
@@ -193,10 +212,20 @@ def test_alarms_are_listed_and_escaped(write_run, tmp_path) -> None:
             "bound": 0.05,
             "action": "warn",
         },
-        {"step": 9, "state": "off", "alarm": "<script>", "value": 0.3, "bound": 0.05, "action": "warn"},
+        {
+            "step": 9,
+            "state": "off",
+            "alarm": "<script>",
+            "value": 0.3,
+            "bound": 0.05,
+            "action": "warn",
+        },
     ]
     (folder / "alarms.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 30))
     page = write_report([folder], tmp_path / "loud.html").read_text()
-    assert "eepo seed 0: dead_stage_above began at step 7 (value 0.453, bound 0.05, action warn)" in page
+    assert (
+        "eepo seed 0: dead_stage_above began at step 7 (value 0.453, bound 0.05, action warn)"
+        in page
+    )
     assert "&lt;script&gt; ended at step 9" in page
     assert "and 10 more" in page

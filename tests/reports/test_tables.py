@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from eepo.reports.measures import comparison_rows, shown_measures
-from eepo.reports.runs import read_run
+from eepo.reports.records import read_run
 from eepo.reports.summary import summary_sentences
 from eepo.reports.tables import html_table, markdown_table, table_caption, terminal_table
 
@@ -35,7 +35,10 @@ def test_numbers_of_one_seed(write_run):
 
 def test_numbers_over_seeds(write_run):
     """Means 0.25 and 0.5: half-width 12.706 · 0.1768 / √2, with one degree of freedom."""
-    runs = [read_run(write_run(seed=0, correct=[32, 0, 0, 0])), read_run(write_run(seed=1, correct=[32, 32, 0, 0]))]
+    runs = [
+        read_run(write_run(seed=0, correct=[32, 0, 0, 0])),
+        read_run(write_run(seed=1, correct=[32, 32, 0, 0])),
+    ]
     found = rows_of(runs)["grpo"].measures["mean"]
     half = 12.706 * math.sqrt(0.03125) / math.sqrt(2)
     assert found.over == "seeds"
@@ -108,7 +111,9 @@ def test_differences_are_paired_by_seed(write_run):
     eepo = {2: [32, 32, 16, 0], 0: [32, 0, 0, 0], 1: [32, 32, 0, 0]}
     runs = [read_run(write_run("grpo", seed, correct)) for seed, correct in grpo.items()]
     runs += [read_run(write_run("eepo", seed, correct)) for seed, correct in eepo.items()]
-    half = 4.303 * math.sqrt(0.0625**2 * 4 / 3 / 1) / math.sqrt(3)  # differences 0.25, 0.25, 0.125: sd 0.0722
+    half = (
+        4.303 * math.sqrt(0.0625**2 * 4 / 3 / 1) / math.sqrt(3)
+    )  # differences 0.25, 0.25, 0.125: sd 0.0722
     low, high = 100 * (0.625 / 3 - half), 100 * (0.625 / 3 + half)
     text = summary(runs)
     assert "eepo against grpo on in range, paired over 3 seeds" in text
@@ -119,8 +124,13 @@ def test_differences_are_paired_by_seed(write_run):
 
 def test_a_wide_interval_is_not_called_a_difference(write_run):
     runs = [read_run(write_run("grpo", seed, [16, 0, 0, 0])) for seed in (0, 1)]
-    runs += [read_run(write_run("eepo", 0, [32, 32, 0, 0])), read_run(write_run("eepo", 1, [16, 1, 0, 0]))]
-    assert summary(runs).count("No interval excludes 0, so no difference is shown.") == 2  # in range, out of range
+    runs += [
+        read_run(write_run("eepo", 0, [32, 32, 0, 0])),
+        read_run(write_run("eepo", 1, [16, 1, 0, 0])),
+    ]
+    assert (
+        summary(runs).count("No interval excludes 0, so no difference is shown.") == 2
+    )  # in range, out of range
     assert "Intervals that exclude 0" not in summary(runs)
 
 
@@ -133,7 +143,10 @@ def test_no_spread_is_not_certainty(write_run):
 
 
 def test_one_seed_shows_no_difference(write_run):
-    runs = [read_run(write_run("grpo", 0, [0, 0, 0, 0])), read_run(write_run("eepo", 0, [32, 32, 32, 32]))]
+    runs = [
+        read_run(write_run("grpo", 0, [0, 0, 0, 0])),
+        read_run(write_run("eepo", 0, [32, 32, 32, 32])),
+    ]
     assert "mean 100.0 % against 0.0 %" in summary(runs)
     assert "One seed cannot show a difference" in summary(runs)
     assert "exclude" not in summary(runs)
@@ -180,22 +193,32 @@ def timed_run(write_run, name, seed, correct, num_steps, max_seconds):
 
 def test_equal_time_is_said_with_steps_and_seconds_and_is_not_called_unequal(write_run):
     """Seed 1 of the baseline took 40 s, so that is what seed 1 of the other one has."""
-    runs = [timed_run(write_run, "grpo", seed, [16, seed, 0, 0], 30 - 10 * seed, 0.0) for seed in (0, 1)]
+    runs = [
+        timed_run(write_run, "grpo", seed, [16, seed, 0, 0], 30 - 10 * seed, 0.0) for seed in (0, 1)
+    ]
     for run in runs:
         text = (run.folder / "recipe.toml").read_text()
-        (run.folder / "recipe.toml").write_text(text.replace("num_steps = 30", f"num_steps = {run.last_step}"))
+        (run.folder / "recipe.toml").write_text(
+            text.replace("num_steps = 30", f"num_steps = {run.last_step}")
+        )
     runs = [read_run(run.folder) for run in runs]
     runs += [
-        timed_run(write_run, "fast", seed, [30, 2 * seed, 0, 0], 30 - 9 * seed, 60.0 - 20 * seed) for seed in (0, 1)
+        timed_run(write_run, "fast", seed, [30, 2 * seed, 0, 0], 30 - 9 * seed, 60.0 - 20 * seed)
+        for seed in (0, 1)
     ]
     sentences = summary_sentences(runs)
     assert sentences[0] == (
         "At equal training time, seed by seed, evaluations not counted: "
         "grpo 20 to 30 steps in 40.0 to 60.0 s; fast 21 to 30 steps in 42.0 to 60.0 s."
     )
-    assert "fast against grpo on in range at equal training time, paired over 2 seeds" in sentences[1]
+    assert (
+        "fast against grpo on in range at equal training time, paired over 2 seeds" in sentences[1]
+    )
     assert not any("Not at equal" in sentence or "stopped" in sentence for sentence in sentences)
-    assert not any("not seeds of one recipe" in sentence and "max_seconds" in sentence for sentence in sentences)
+    assert not any(
+        "not seeds of one recipe" in sentence and "max_seconds" in sentence
+        for sentence in sentences
+    )
 
 
 def test_a_run_cut_before_its_time_is_named(write_run):

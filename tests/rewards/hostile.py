@@ -10,7 +10,16 @@ MEGABYTE = 2**20
 def hostile_answers() -> dict[str, str]:
     """Name: completion. Most are boxed, so that they reach the parser."""
     answers: dict[str, str] = {}
-    for group in (_powers(), _factorials(), _nesting(), _long(), _unclosed(), _characters(), _endless(), _code()):
+    for group in (
+        _powers(),
+        _factorials(),
+        _nesting(),
+        _long(),
+        _unclosed(),
+        _characters(),
+        _endless(),
+        _code(),
+    ):
         answers |= group
     return answers
 
@@ -83,7 +92,9 @@ def _nesting() -> dict[str, str]:
             f"{depth} texts": r"\text{" * (depth // 6) + "a" + "}" * (depth // 6),
             f"{depth} absolute values": "|" * depth + "x" + "|" * depth,
             f"{depth} sines": r"\sin(" * (depth // 6) + "1" + ")" * (depth // 6),
-            f"{depth} matrices": r"\begin{pmatrix}" * (depth // 20) + "1" + r"\end{pmatrix}" * (depth // 20),
+            f"{depth} matrices": r"\begin{pmatrix}" * (depth // 20)
+            + "1"
+            + r"\end{pmatrix}" * (depth // 20),
             f"{depth} boxes": r"\boxed{" * depth + "1" + "}" * depth,
         }
     return {f"nested: {name}": boxed(answer) for name, answer in answers.items()}
@@ -96,9 +107,16 @@ def _long() -> dict[str, str]:
         "unions": r"(0,1)\cup", "columns": "1&", "rows": r"1\\", "text": r"\text{a}", "dollars": "$", "primes": "'",
         "percent": "%", "points": ".", "and": " and ",
     }  # fmt: skip
-    answers = {f"megabyte of {name}": (piece * MEGABYTE)[:MEGABYTE] for name, piece in pieces.items()}
-    answers |= {f"boxed megabyte of {name}": boxed((piece * MEGABYTE)[:MEGABYTE]) for name, piece in pieces.items()}
-    answers |= {f"boxed thousand of {name}": boxed((piece * 1800)[:1800]) for name, piece in pieces.items()}
+    answers = {
+        f"megabyte of {name}": (piece * MEGABYTE)[:MEGABYTE] for name, piece in pieces.items()
+    }
+    answers |= {
+        f"boxed megabyte of {name}": boxed((piece * MEGABYTE)[:MEGABYTE])
+        for name, piece in pieces.items()
+    }
+    answers |= {
+        f"boxed thousand of {name}": boxed((piece * 1800)[:1800]) for name, piece in pieces.items()
+    }
     answers["half a megabyte of boxes"] = r"\boxed{1}" * (MEGABYTE // 18) + r"\boxed{2}"
     answers["many statements"] = "The answer is 1. " * 50_000 + "The answer is 2."
     return {f"long: {name}": answer for name, answer in answers.items()}

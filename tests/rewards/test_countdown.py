@@ -229,12 +229,20 @@ def value(tree: Tree) -> Fraction:
         return Fraction(tree)
     sign, (first, *rest) = tree[0], [value(part) for part in tree[1]]
     for part in rest:
-        first = {"+": first + part, "-": first - part, "*": first * part}[sign] if sign != "/" else first / part
+        first = (
+            {"+": first + part, "-": first - part, "*": first * part}[sign]
+            if sign != "/"
+            else first / part
+        )
     return first
 
 
 def numbers_in(tree: Tree) -> list[int]:
-    return [tree] if isinstance(tree, int) else [number for part in tree[1] for number in numbers_in(part)]
+    return (
+        [tree]
+        if isinstance(tree, int)
+        else [number for part in tree[1] for number in numbers_in(part)]
+    )
 
 
 @given(trees)

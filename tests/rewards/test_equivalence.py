@@ -139,7 +139,10 @@ DIFFERENT = [
     (r"(-\infty,3)", r"(-\infty,4)"),
     (r"(0,1) \cup (2,3)", "(0,1)"),
     (r"\begin{pmatrix} 7 \\ 5 \end{pmatrix}", r"\begin{pmatrix} 5 \\ 7 \end{pmatrix}"),
-    (r"\begin{pmatrix} 1 & 0 \\ 0 & 3 \end{pmatrix}", r"\begin{pmatrix} 1 & 0 \\ 0 & 4 \end{pmatrix}"),
+    (
+        r"\begin{pmatrix} 1 & 0 \\ 0 & 3 \end{pmatrix}",
+        r"\begin{pmatrix} 1 & 0 \\ 0 & 4 \end{pmatrix}",
+    ),
     (r"\text{(D)}", "C"),
     ("E", "F"),
     ("C", "5"),
@@ -180,7 +183,9 @@ def test_what_is_no_mathematics_is_said_to_be_so() -> None:
         same_answer("x^2+1", r"\frac{\frac")
 
 
-@pytest.mark.parametrize(("one", "other"), [("0.5", r"\frac{1}{2}"), ("1,000", "1000"), (r"\$5", "5.0"), ("x", " x ")])
+@pytest.mark.parametrize(
+    ("one", "other"), [("0.5", r"\frac{1}{2}"), ("1,000", "1000"), (r"\$5", "5.0"), ("x", " x ")]
+)
 def test_equal_answers_are_counted_as_one(one: str, other: str) -> None:
     assert canonical(one) == canonical(other)
 

@@ -16,7 +16,11 @@ from eepo.types import Prompt, Verdict
         ("Blue  Whale", r"so \boxed{blue whale}", Verdict(1.0, "blue whale", "same text")),
         ("0.5", "1/2", Verdict(0.0, "1/2", "different")),
         ("12", "", Verdict(0.0, None, "no answer found")),
-        ("12", "well, I would say that 12 comes out of this", Verdict(0.0, None, "no answer found")),
+        (
+            "12",
+            "well, I would say that 12 comes out of this",
+            Verdict(0.0, None, "no answer found"),
+        ),
     ],
 )
 def test_the_final_answer_must_be_the_gold_answer(gold: str, text: str, verdict: Verdict) -> None:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from eepo.boxed import last_boxed
+from eepo.rewards.boxed import last_boxed
 from eepo.rewards.extraction import final_answer
 
 
@@ -68,7 +68,19 @@ def test_a_box_is_read_with_its_nested_braces() -> None:
 
 
 @pytest.mark.parametrize(
-    "piece", [r"\boxed{", "answer is ", "<answer>", "</answer>", "#### ", "{", "\\", r"\boxed", "**", "answer: $"]
+    "piece",
+    [
+        r"\boxed{",
+        "answer is ",
+        "<answer>",
+        "</answer>",
+        "#### ",
+        "{",
+        "\\",
+        r"\boxed",
+        "**",
+        "answer: $",
+    ],
 )
 def test_a_hundred_thousand_characters_of_anything_take_no_time(piece: str) -> None:
     started = time.process_time()

@@ -70,11 +70,35 @@ def grade(reward: PooledReward, *texts: str, answer: object = "right") -> list[V
 
 
 def test_verdicts_come_in_order_whatever_happens_between(pool: Pool) -> None:
-    texts = ["right", "spin", "wrong", "power", "swell", "crash", "leave", "\ud800", "\x00", "right "] * 2
+    texts = [
+        "right",
+        "spin",
+        "wrong",
+        "power",
+        "swell",
+        "crash",
+        "leave",
+        "\ud800",
+        "\x00",
+        "right ",
+    ] * 2
     verdicts = grade(pool(), *texts)
-    reasons = ["", "time-out", "", "time-out", "out of memory", "crashed", "crashed", "", "", ""] * 2
+    reasons = [
+        "",
+        "time-out",
+        "",
+        "time-out",
+        "out of memory",
+        "crashed",
+        "crashed",
+        "",
+        "",
+        "",
+    ] * 2
     assert [verdict.reason for verdict in verdicts] == reasons
-    assert [text for text, verdict in zip(texts, verdicts, strict=True) if verdict.reward] == ["right"] * 2
+    assert [text for text, verdict in zip(texts, verdicts, strict=True) if verdict.reward] == [
+        "right"
+    ] * 2
 
 
 def test_what_a_function_raises_reaches_the_user_and_the_pool_goes_on(pool: Pool) -> None:
@@ -96,7 +120,10 @@ def test_a_killed_process_is_replaced(pool: Pool) -> None:
     assert grade(reward, "right")[0].reward == 1.0
     (worker,) = reward._workers
     os.killpg(worker._process.pid, signal.SIGKILL)
-    assert grade(reward, "right")[0].reward in (0.0, 1.0)  # the one in flight may be lost, but is answered
+    assert grade(reward, "right")[0].reward in (
+        0.0,
+        1.0,
+    )  # the one in flight may be lost, but is answered
     assert grade(reward, "right")[0].reward == 1.0
 
 
@@ -106,13 +133,20 @@ def test_a_killed_idle_child_costs_nobody_a_verdict(pool: Pool) -> None:
     for _ in range(20):
         child = int(grade(reward, "pid")[0].reward)
         os.kill(child, signal.SIGKILL)
-        assert [verdict.reward for verdict in grade(reward, "right", "wrong" * 30_000, " right")] == [1.0, 0.0, 0.0]
+        assert [
+            verdict.reward for verdict in grade(reward, "right", "wrong" * 30_000, " right")
+        ] == [1.0, 0.0, 0.0]
 
 
-def test_a_function_that_waits_is_ended_by_the_clock(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_that_waits_is_ended_by_the_clock(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("eepo.rewards.isolation.BLOCKED_SECONDS", 0.0)
     verdicts = grade(pool(num_workers=1, cpu_seconds=0.1), "sleep", "right")
-    assert [(verdict.reward, verdict.reason) for verdict in verdicts] == [(0.0, "time-out"), (1.0, "")]
+    assert [(verdict.reward, verdict.reason) for verdict in verdicts] == [
+        (0.0, "time-out"),
+        (1.0, ""),
+    ]
 
 
 def test_threads_may_share_a_pool(pool: Pool) -> None:
@@ -120,7 +154,9 @@ def test_threads_may_share_a_pool(pool: Pool) -> None:
     results: dict[int, list[float]] = {}
 
     def work(number: int) -> None:
-        results[number] = [v.reward for v in grade(reward, *(str(n) for n in range(30)), answer=str(number))]
+        results[number] = [
+            v.reward for v in grade(reward, *(str(n) for n in range(30)), answer=str(number))
+        ]
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -144,7 +180,9 @@ reward = PooledReward("my_judge:judge", RewardConfig(num_workers=1))
 print(int(reward.grade([Prompt("", "", (), "")], ["pid"])[0].reward), flush=True)
 import os; os._exit(1)
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
     child = int(done.stdout.split()[-1])
     deadline = time.monotonic() + 10
     while _alive(child) and time.monotonic() < deadline:
@@ -157,14 +195,19 @@ def _alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    status = Path(f"/proc/{pid}/stat")  # one that has ended but whose parent has not looked is not alive
+    status = Path(
+        f"/proc/{pid}/stat"
+    )  # one that has ended but whose parent has not looked is not alive
     return not (status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] == "Z")
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("nothing", "must be one of auto, countdown, exact, math, reasoning_gym, or module:function"),
+        (
+            "nothing",
+            "must be one of auto, countdown, exact, math, reasoning_gym, or module:function",
+        ),
         ("no_such_module:judge", "no module no_such_module"),
         ("os:", "module:function"),
         (":judge", "module:function"),
@@ -182,9 +225,13 @@ def test_a_function_that_is_not_there_is_said_so(pool: Pool) -> None:
         build_reward(RewardConfig(name="my_judge:no_such", num_workers=1), CountdownConfig())
 
 
-def test_a_function_that_another_module_brings_is_looked_for_later(pool: Pool, tmp_path: Path) -> None:
+def test_a_function_that_another_module_brings_is_looked_for_later(
+    pool: Pool, tmp_path: Path
+) -> None:
     pool()
-    (tmp_path / "forwarding.py").write_text("from my_judge import *  # caf\u00e9", encoding="latin-1")
+    (tmp_path / "forwarding.py").write_text(
+        "from my_judge import *  # caf\u00e9", encoding="latin-1"
+    )
     assert build_reward(RewardConfig(name="forwarding:judge", num_workers=1), CountdownConfig())
 
 
@@ -200,7 +247,9 @@ def test_grading_processes_import_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-def test_a_grading_process_says_nothing_of_its_own(pool: Pool, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_grading_process_says_nothing_of_its_own(
+    pool: Pool, capfd: pytest.CaptureFixture[str]
+) -> None:
     reward = PooledReward("eepo.rewards.math:judge", RewardConfig(num_workers=1))
     reward.grade([Prompt("", "", (), "1")], ["1"])
     reward.close()

@@ -30,7 +30,8 @@ def ask(gold: str) -> Prompt:
 @pytest.fixture(scope="module")
 def reward() -> Iterator[PooledReward]:
     reward = build_reward(
-        RewardConfig(name="math", num_workers=2, cpu_seconds=0.3, memory_mb=LIMIT_MB), DatasetConfig()
+        RewardConfig(name="math", num_workers=2, cpu_seconds=0.3, memory_mb=LIMIT_MB),
+        DatasetConfig(),
     )
     assert isinstance(reward, PooledReward)
     yield reward
@@ -55,14 +56,20 @@ def test_a_verdict_says_what_was_found_and_why(gold: str, text: str, verdict: Ve
 
 def test_pairs_written_by_someone_who_had_not_read_the_grader() -> None:
     """Each line of `pairs.jsonl`: what a mathematician accepts and rejects, exploits among them."""
-    rows = [json.loads(line) for line in Path(__file__).with_name("pairs.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in Path(__file__).with_name("pairs.jsonl").read_text().splitlines()
+    ]
     assert len(rows) > 800
     wrong = [row for row in rows if judge(row["gold"], row["completion"]).correct != row["correct"]]
     assert wrong == []
 
 
 def test_correct_answers_share_one_key_however_they_are_written() -> None:
-    keys = {judge("x+1", text).answer for text in (r"\boxed{x+1}", r"\boxed{1+x}", r"\boxed{\frac{2x+2}{2}}")}
+    keys = {
+        judge("x+1", text).answer
+        for text in (r"\boxed{x+1}", r"\boxed{1+x}", r"\boxed{\frac{2x+2}{2}}")
+    }
     assert len(keys) == 1
 
 
@@ -83,7 +90,9 @@ def test_hostile_answers_are_all_answered_wrong_and_the_pool_goes_on(reward: Poo
         assert verdict.reward == 0.0, name
         assert verdict.reason in REASONS, (name, verdict.reason)
     assert not planted.exists()
-    assert [verdict.reward for verdict in reward.grade([ask("42")] * 2, [r"\boxed{42}", r"\boxed{43}"])] == [1.0, 0.0]
+    assert [
+        verdict.reward for verdict in reward.grade([ask("42")] * 2, [r"\boxed{42}", r"\boxed{43}"])
+    ] == [1.0, 0.0]
 
 
 REASONS = {"different", "no answer found", "unparsable", "time-out", "out of memory", "crashed"}
@@ -133,4 +142,6 @@ def test_a_thousand_ordinary_completions_take_seconds(reward: PooledReward) -> N
     verdicts = reward.grade([ask(gold) for gold in golds], texts, done.append)
     assert sum(verdict.reward for verdict in verdicts) < 10
     assert sum(done) == 1000
-    assert time.monotonic() - started < 60  # a few seconds alone on two cores; generous, as tests share them
+    assert (
+        time.monotonic() - started < 60
+    )  # a few seconds alone on two cores; generous, as tests share them

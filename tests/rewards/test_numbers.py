@@ -40,7 +40,23 @@ def test_a_number_has_its_exact_value(text: str, value: Fraction | int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", ".", "-", "x", "1,23", "1 2", "1/0", "1e999", "10^{99999}", "1/2/3", "9" * 500, "1.2.3", "٣", "１"]
+    "text",
+    [
+        "",
+        ".",
+        "-",
+        "x",
+        "1,23",
+        "1 2",
+        "1/0",
+        "1e999",
+        "10^{99999}",
+        "1/2/3",
+        "9" * 500,
+        "1.2.3",
+        "٣",
+        "１",
+    ],
 )
 def test_what_is_no_number_is_none(text: str) -> None:
     assert read_number(text) is None
@@ -69,7 +85,11 @@ def test_tolerance_is_relative_and_never_eats_a_digit(one: str, other: str, same
     assert right.same(left) is same
 
 
-@given(st.decimals(allow_nan=False, allow_infinity=False, places=6, min_value=-(10**9), max_value=10**9))
+@given(
+    st.decimals(
+        allow_nan=False, allow_infinity=False, places=6, min_value=-(10**9), max_value=10**9
+    )
+)
 def test_any_decimal_reads_back(number) -> None:
     read = read_number(f"{number:f}")
     assert read is not None
@@ -88,7 +108,12 @@ def test_a_changed_last_digit_is_another_number(number: int, change: int) -> Non
 
 @pytest.mark.parametrize(
     ("text", "digits", "base"),
-    [("52_8", "52", 8), ("152A_{11}", "152a", 11), (r"52_{\text{eight}}", "52", 8), ("(101)_2", "101", 2)],
+    [
+        ("52_8", "52", 8),
+        ("152A_{11}", "152a", 11),
+        (r"52_{\text{eight}}", "52", 8),
+        ("(101)_2", "101", 2),
+    ],
 )
 def test_bases(text: str, digits: str, base: int) -> None:
     assert read_base(text) == (digits, base)

@@ -6,9 +6,8 @@ import pytest
 
 pytest.importorskip("reasoning_gym")
 
-from eepo import gym
 from eepo.config import ReasoningGymConfig, RewardConfig
-from eepo.rewards import build_reward
+from eepo.rewards import build_reward, gym_datasets
 from eepo.rewards.reasoning_gym import judge
 from eepo.tasks.reasoning_gym import _entry
 from eepo.types import Prompt, UserError
@@ -28,10 +27,12 @@ def boxed(answer: str) -> str:
     return f"So it must be \\boxed{{{answer}}}"
 
 
-@pytest.mark.parametrize("name", sorted(gym.ALLOWED - SLOW))
+@pytest.mark.parametrize("name", sorted(gym_datasets.ALLOWED - SLOW))
 def test_gold_earns_one_and_nothing_hostile_earns_it_every_time(name: str) -> None:
     problems = [problem(name, index) for index in range(4)]
-    golds = [judge(p, boxed(p["entry"]["answer"])) for p in problems if p["entry"]["answer"].strip()]  # type: ignore
+    golds = [
+        judge(p, boxed(p["entry"]["answer"])) for p in problems if p["entry"]["answer"].strip()
+    ]  # type: ignore
     assert [verdict.reward for verdict in golds] == [1.0] * len(golds)
     paid = {text: [judge(p, boxed(text)).reward for p in problems] for text in HOSTILE}
     assert all(0.0 <= reward <= 1.0 for rewards in paid.values() for reward in rewards)

@@ -17,7 +17,12 @@ FIRST_DRAW = 0.661678883116509
 
 
 def test_draws_are_splitmix64() -> None:
-    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]  # seed 1234567
+    published = [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+    ]  # seed 1234567
     for position, value in enumerate(published):
         assert uniforms(torch.tensor([1234567]), position).item() == (value >> 11) * 2.0**-53
 
@@ -32,7 +37,9 @@ def test_negative_keys_wrap_as_unsigned_ones_do() -> None:
 
     keys = [-1, -(1 << 63), (1 << 63) - 1, 0, -987654321012345678]
     for position in (0, 1, 4095):
-        assert uniforms(torch.tensor(keys), position).tolist() == [splitmix(key, position) for key in keys]
+        assert uniforms(torch.tensor(keys), position).tolist() == [
+            splitmix(key, position) for key in keys
+        ]
 
 
 def test_a_row_key_never_changes_between_versions() -> None:
@@ -50,13 +57,17 @@ def test_a_row_key_never_changes_between_versions() -> None:
         (replace(SAMPLING, seed=31, stream="7"), PROMPT, 2),
     ],
 )
-def test_whatever_names_a_row_moves_its_key(sampling: Sampling, prompt: Prompt, sample: int) -> None:
+def test_whatever_names_a_row_moves_its_key(
+    sampling: Sampling, prompt: Prompt, sample: int
+) -> None:
     assert row_key(sampling, prompt, sample) != row_key(SAMPLING, PROMPT, 2)
 
 
 def test_what_does_not_name_a_row_leaves_its_key() -> None:
     other = replace(SAMPLING, temperature=0.5, max_new_tokens=99, first_sample=4)
-    assert row_key(other, replace(PROMPT, text="else", token_ids=(9,)), 2) == row_key(SAMPLING, PROMPT, 2)
+    assert row_key(other, replace(PROMPT, text="else", token_ids=(9,)), 2) == row_key(
+        SAMPLING, PROMPT, 2
+    )
 
 
 def test_neighbours_are_distinct_and_spread_evenly() -> None:
@@ -68,7 +79,9 @@ def test_neighbours_are_distinct_and_spread_evenly() -> None:
     assert draws.mean().item() == pytest.approx(0.5, abs=0.005)
     assert draws.var().item() == pytest.approx(1 / 12, abs=0.001)
     counts = torch.histc(draws.float(), 20, 0, 1)
-    assert ((counts - 5000) ** 2 / 5000).sum() < 50  # chi-square, 19 degrees of freedom: 43.8 is 1 in 1000
+    assert (
+        (counts - 5000) ** 2 / 5000
+    ).sum() < 50  # chi-square, 19 degrees of freedom: 43.8 is 1 in 1000
     centred = draws - 0.5
     for neighbour in (centred[1:] * centred[:-1], centred[:, 1:] * centred[:, :-1]):
         assert abs(neighbour.mean().item() * 12) < 0.015

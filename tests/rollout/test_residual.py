@@ -16,11 +16,14 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import run_and_get_code
 from torch.nn.functional import linear, silu
 
-from eepo.rollout import packed
+from eepo.rollout import fused_linear
 from eepo.rollout.residual import add_in_products
 
 IN_PLACE = torch.ops.higher_order.auto_functionalized
-CAN_GENERATE = any(map(shutil.which, ("gcc", "clang"))) and Path(sysconfig.get_path("include"), "Python.h").is_file()
+CAN_GENERATE = (
+    any(map(shutil.which, ("gcc", "clang")))
+    and Path(sysconfig.get_path("include"), "Python.h").is_file()
+)
 
 
 @pytest.fixture(autouse=True)
@@ -59,11 +62,19 @@ A, B, X, W = numbers(1, 5, 8), numbers(1, 5, 8) + 1, numbers(1, 5, 12), numbers(
 
 def test_a_residual_that_is_a_sum_takes_the_product() -> None:
     assert num_in_place(lambda a, b, x, w: (a + b) + linear(x, w), A, B, X, W) == 1
-    assert num_in_place(lambda a, b, x, w: linear(x, w) + (a + b), A, B, X, W) == 1  # the other way round
-    assert num_in_place(lambda a, b, x, w: (a + b) + linear(x, w), A[0], B[0], X[0], W) == 1  # no view
-    assert num_in_place(lambda a, b, x, w: (a + b) + linear(x * (a + b).sum(), w), A, B, X, W) == 1  # read before
+    assert (
+        num_in_place(lambda a, b, x, w: linear(x, w) + (a + b), A, B, X, W) == 1
+    )  # the other way round
+    assert (
+        num_in_place(lambda a, b, x, w: (a + b) + linear(x, w), A[0], B[0], X[0], W) == 1
+    )  # no view
+    assert (
+        num_in_place(lambda a, b, x, w: (a + b) + linear(x * (a + b).sum(), w), A, B, X, W) == 1
+    )  # read before
     heads = A.view(5, 2, 4), B.view(5, 2, 4), X, W
-    assert num_in_place(lambda a, b, x, w: (a + b) + linear(x, w).view(5, 2, 4), *heads) == 1  # seen in another shape
+    assert (
+        num_in_place(lambda a, b, x, w: (a + b) + linear(x, w).view(5, 2, 4), *heads) == 1
+    )  # seen in another shape
 
 
 def later(a: Tensor, b: Tensor, x: Tensor, w: Tensor) -> Any:
@@ -105,7 +116,9 @@ def test_who_else_reads_the_residual_reads_what_it_was(work: Any) -> None:
         lambda a, b, x, w: torch.add(a + b, linear(x, w), alpha=2),
         lambda a, b, x, w: (a + b) + linear(x, w, w[:, 0]),  # with a bias
         lambda a, b, x, w: (a + b)[:, :1] + linear(x, w),  # one line for all
-        lambda a, b, x, w: (a.double() + b.double()) + linear(x, w),  # rounded less than it would be
+        lambda a, b, x, w: (
+            (a.double() + b.double()) + linear(x, w)
+        ),  # rounded less than it would be
         lambda a, b, x, w: (a + b) * linear(x, w),
         lambda a, b, x, w: linear(x, w) + 1.0,
     ],
@@ -115,7 +128,12 @@ def test_others_stay(work: Any) -> None:
 
 
 def test_two_sums_with_one_residual_have_one_each() -> None:
-    assert num_in_place(lambda a, b, x, w: ((r := a + b) + linear(x, w), r + linear(x.cos(), w)), A, B, X, W) == 2
+    assert (
+        num_in_place(
+            lambda a, b, x, w: ((r := a + b) + linear(x, w), r + linear(x.cos(), w)), A, B, X, W
+        )
+        == 2
+    )
 
 
 class Layer(nn.Module):
@@ -123,7 +141,9 @@ class Layer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.o, self.up, self.down = (nn.Linear(*sizes, bias=False) for sizes in ((8, 8), (8, 24), (24, 8)))
+        self.o, self.up, self.down = (
+            nn.Linear(*sizes, bias=False) for sizes in ((8, 8), (8, 24), (24, 8))
+        )
         self.norm = nn.RMSNorm(8)
 
     def forward(self, attended: Tensor, hidden: Tensor) -> Tensor:
@@ -135,7 +155,7 @@ class Layer(nn.Module):
 def test_the_generated_code_copies_no_residual_and_leaves_the_inputs_alone() -> None:
     torch.manual_seed(0)
     layer = Layer()
-    compiled = torch.compile(layer, dynamic=True, options=packed.OPTIONS)
+    compiled = torch.compile(layer, dynamic=True, options=fused_linear.OPTIONS)
     with torch.inference_mode():
         for num_tokens in (5, 3, 1):
             given = numbers(1, num_tokens, 8), numbers(1, num_tokens, 8).sin()
@@ -147,6 +167,8 @@ def test_the_generated_code_copies_no_residual_and_leaves_the_inputs_alone() -> 
                 called = code[code.index("def call(") :]
                 assert called.count("eepo.add_product.default(") == 1
                 assert called.count("extern_kernels.mm(") == 2
-                assert called.count("cpp_fused") == 2  # the first sum with its norm, and the activation
+                assert (
+                    called.count("cpp_fused") == 2
+                )  # the first sum with its norm, and the activation
                 assert "clone" not in called
                 assert "copy" not in called

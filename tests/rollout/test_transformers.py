@@ -52,7 +52,9 @@ def tokens(groups: list[list[Completion]]) -> list[list[tuple[int, ...]]]:
 @pytest.fixture(scope="module")
 def whole(ending: Any, tokenizer: Any, prompts: list[Prompt]) -> list[list[Completion]]:
     """All rows together: what every other way to cut them must give again."""
-    return TransformersEngine(ending("qwen3"), tokenizer, max_rows=1000).generate(prompts, 4, SAMPLING)
+    return TransformersEngine(ending("qwen3"), tokenizer, max_rows=1000).generate(
+        prompts, 4, SAMPLING
+    )
 
 
 def test_rows_finish_at_different_times(whole: list[list[Completion]]) -> None:
@@ -62,10 +64,16 @@ def test_rows_finish_at_different_times(whole: list[list[Completion]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_rows", "order"), [(1, [0, 1, 2, 3, 4]), (3, [3, 1, 4, 0, 2]), (9, [3, 1, 4, 0, 2]), (1000, [3, 1, 4, 0, 2])]
+    ("max_rows", "order"),
+    [(1, [0, 1, 2, 3, 4]), (3, [3, 1, 4, 0, 2]), (9, [3, 1, 4, 0, 2]), (1000, [3, 1, 4, 0, 2])],
 )
 def test_a_row_draws_the_same_tokens_in_any_company(
-    max_rows: int, order: list[int], ending: Any, tokenizer: Any, prompts: list[Prompt], whole: list[list[Completion]]
+    max_rows: int,
+    order: list[int],
+    ending: Any,
+    tokenizer: Any,
+    prompts: list[Prompt],
+    whole: list[list[Completion]],
 ) -> None:
     engine = TransformersEngine(ending("qwen3"), tokenizer, max_rows)
     groups = engine.generate([prompts[place] for place in order], 4, SAMPLING)
@@ -106,9 +114,15 @@ def test_samples_of_one_prompt_differ(whole: list[list[Completion]]) -> None:
 
 @pytest.mark.parametrize("change", [{"seed": 6}, {"stream": "train/4"}, {"first_sample": 4}])
 def test_other_draws_for_another(
-    change: dict[str, Any], ending: Any, tokenizer: Any, prompts: list[Prompt], whole: list[list[Completion]]
+    change: dict[str, Any],
+    ending: Any,
+    tokenizer: Any,
+    prompts: list[Prompt],
+    whole: list[list[Completion]],
 ) -> None:
-    other = TransformersEngine(ending("qwen3"), tokenizer).generate(prompts, 4, replace(SAMPLING, **change))
+    other = TransformersEngine(ending("qwen3"), tokenizer).generate(
+        prompts, 4, replace(SAMPLING, **change)
+    )
     assert all(a != b for a, b in zip(tokens(other), tokens(whole), strict=True))
 
 
@@ -123,14 +137,22 @@ def test_the_prompts_id_owns_the_draws_and_not_its_place(
 
 
 @pytest.mark.parametrize(
-    ("family", "temperature"), [("qwen2", 1.0), ("qwen3", 0.5), ("llama", 1.6), ("mistral", 1.0), ("gemma2", 0.7)]
+    ("family", "temperature"),
+    [("qwen2", 1.0), ("qwen3", 0.5), ("llama", 1.6), ("mistral", 1.0), ("gemma2", 0.7)],
 )
 def test_logprobs_and_entropies_are_those_of_a_full_pass(
-    family: str, temperature: float, ending: Any, tokenizer: Any, prompts: list[Prompt], plain_scores: Any
+    family: str,
+    temperature: float,
+    ending: Any,
+    tokenizer: Any,
+    prompts: list[Prompt],
+    plain_scores: Any,
 ) -> None:
     window = {"sliding_window": 8} if family in ("mistral", "gemma2") else {}
     model = ending(family, **window)
-    groups = TransformersEngine(model, tokenizer).generate(prompts, 2, replace(SAMPLING, temperature=temperature))
+    groups = TransformersEngine(model, tokenizer).generate(
+        prompts, 2, replace(SAMPLING, temperature=temperature)
+    )
     for prompt, group in zip(prompts, groups, strict=True):
         for completion in group:
             with torch.no_grad():
@@ -139,7 +161,9 @@ def test_logprobs_and_entropies_are_those_of_a_full_pass(
             assert completion.entropies == pytest.approx(scores.entropies.tolist(), abs=1e-4)
 
 
-def test_a_warmer_temperature_flattens_what_is_drawn(new_model: Any, tokenizer: Any, prompts: list[Prompt]) -> None:
+def test_a_warmer_temperature_flattens_what_is_drawn(
+    new_model: Any, tokenizer: Any, prompts: list[Prompt]
+) -> None:
     engine = TransformersEngine(new_model("llama"), tokenizer)
     entropies, logprobs = [], []
     for temperature in (0.3, 1.0, 3.0):
@@ -148,18 +172,28 @@ def test_a_warmer_temperature_flattens_what_is_drawn(new_model: Any, tokenizer: 
         entropies.append(sum(sum(completion.entropies) for completion in drawn) / number)
         logprobs.append(-sum(sum(completion.logprobs) for completion in drawn) / number)
     assert entropies[0] + 0.5 < entropies[1] < entropies[2] - 0.5
-    assert logprobs == pytest.approx(entropies, rel=0.15)  # −log p estimates the entropy it was drawn with
+    assert logprobs == pytest.approx(
+        entropies, rel=0.15
+    )  # −log p estimates the entropy it was drawn with
 
 
-def check_greedy(model: Any, tokenizer: Any, prompts: list[Prompt], max_rows: int = 1000) -> list[Completion]:
+def check_greedy(
+    model: Any, tokenizer: Any, prompts: list[Prompt], max_rows: int = 1000
+) -> list[Completion]:
     """The engine's completions, each checked against `generate` on left-padded prompts."""
     engine = TransformersEngine(copy.deepcopy(model), tokenizer, max_rows)
     ours = flat(engine.generate(prompts, 1, GREEDY))
     longest = max(len(prompt.token_ids) for prompt in prompts)
     ids = torch.tensor([[0] * (longest - len(p.token_ids)) + list(p.token_ids) for p in prompts])
-    mask = torch.tensor([[0] * (longest - len(p.token_ids)) + [1] * len(p.token_ids) for p in prompts])
+    mask = torch.tensor(
+        [[0] * (longest - len(p.token_ids)) + [1] * len(p.token_ids) for p in prompts]
+    )
     theirs = model.generate(
-        input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=GREEDY.max_new_tokens, pad_token_id=0
+        input_ids=ids,
+        attention_mask=mask,
+        do_sample=False,
+        max_new_tokens=GREEDY.max_new_tokens,
+        pad_token_id=0,
     )[:, longest:].tolist()
     ends = model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
@@ -182,7 +216,9 @@ def test_greedy_equals_generate_whether_rows_end_or_not(
     ended = check_greedy(model, tokenizer, prompts)
     assert any(completion.finished for completion in ended)
     assert len({len(completion.token_ids) for completion in ended}) >= 3
-    assert [c.token_ids for c in check_greedy(model, tokenizer, prompts, max_rows=2)] == [c.token_ids for c in ended]
+    assert [c.token_ids for c in check_greedy(model, tokenizer, prompts, max_rows=2)] == [
+        c.token_ids for c in ended
+    ]
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2"])
@@ -191,7 +227,9 @@ def test_greedy_equals_generate_with_a_sliding_window(
 ) -> None:
     model = new_model(family, sliding_window=8)
     check_greedy(model, tokenizer, prompts)
-    wide = TransformersEngine(new_model(family, sliding_window=64), tokenizer).generate(prompts, 1, GREEDY)
+    wide = TransformersEngine(new_model(family, sliding_window=64), tokenizer).generate(
+        prompts, 1, GREEDY
+    )
     narrow = TransformersEngine(model, tokenizer).generate(prompts, 1, GREEDY)
     assert tokens(wide) != tokens(narrow)  # the window is felt
 
@@ -224,11 +262,17 @@ def test_an_end_in_the_last_place_still_counts_as_finished(
     for cut, full in zip(flat(groups), flat(whole), strict=True):
         assert cut.token_ids == full.token_ids[:length]
         assert cut.finished == full.finished
-    assert any(completion.finished and len(completion.token_ids) == length for completion in flat(groups))
+    assert any(
+        completion.finished and len(completion.token_ids) == length for completion in flat(groups)
+    )
 
 
-@pytest.mark.parametrize(("configured", "ends"), [(None, {1}), (7, {1, 7}), ([7, 9], {1, 7, 9}), (1, {1})])
-def test_what_counts_as_an_end(configured: Any, ends: set[int], new_model: Any, tokenizer: Any) -> None:
+@pytest.mark.parametrize(
+    ("configured", "ends"), [(None, {1}), (7, {1, 7}), ([7, 9], {1, 7, 9}), (1, {1})]
+)
+def test_what_counts_as_an_end(
+    configured: Any, ends: set[int], new_model: Any, tokenizer: Any
+) -> None:
     model = new_model("llama")
     model.generation_config.eos_token_id = configured
     with torch.no_grad():
@@ -240,8 +284,12 @@ def test_what_counts_as_an_end(configured: Any, ends: set[int], new_model: Any, 
     assert not any(ends & set(completion.token_ids[:-1]) for completion in drawn)
 
 
-def test_text_is_decoded_without_the_end(demo_copy: Any, tokenizer: Any, demo_prompts: list[Prompt]) -> None:
-    for completion in flat(TransformersEngine(demo_copy, tokenizer).generate(demo_prompts[:4], 2, SAMPLING)):
+def test_text_is_decoded_without_the_end(
+    demo_copy: Any, tokenizer: Any, demo_prompts: list[Prompt]
+) -> None:
+    for completion in flat(
+        TransformersEngine(demo_copy, tokenizer).generate(demo_prompts[:4], 2, SAMPLING)
+    ):
         body = completion.token_ids[:-1] if completion.finished else completion.token_ids
         assert completion.text == tokenizer.decode(list(body))
         assert "<eos>" not in completion.text
@@ -250,7 +298,9 @@ def test_text_is_decoded_without_the_end(demo_copy: Any, tokenizer: Any, demo_pr
 # --- weights
 
 
-def test_loaded_weights_are_the_ones_sampled_from(new_model: Any, tokenizer: Any, prompts: list[Prompt]) -> None:
+def test_loaded_weights_are_the_ones_sampled_from(
+    new_model: Any, tokenizer: Any, prompts: list[Prompt]
+) -> None:
     for family in ("qwen3", "llama"):  # a tied and an untied head
         engine, other = TransformersEngine(new_model(family), tokenizer), new_model(family, seed=1)
         before = engine.generate(prompts, 2, SAMPLING)
@@ -266,7 +316,9 @@ def test_loaded_weights_are_the_ones_sampled_from(new_model: Any, tokenizer: Any
 def test_a_missing_weight_is_refused(new_model: Any, tokenizer: Any) -> None:
     model = new_model("llama")
     engine = TransformersEngine(copy.deepcopy(model), tokenizer)
-    weights = [(name, weight) for name, weight in model.named_parameters() if name != "model.norm.weight"]
+    weights = [
+        (name, weight) for name, weight in model.named_parameters() if name != "model.norm.weight"
+    ]
     with pytest.raises(ValueError, match=r"1 weights stale, such as model\.norm\.weight"):
         engine.load_weights(weights)
 
@@ -308,17 +360,25 @@ def test_frequencies_match_probabilities() -> None:
     st.floats(0, 1, exclude_max=True),
     st.floats(0.2, 3),
 )
-def test_a_draw_inverts_the_cumulative_distribution(rows: list[list[float]], draw: float, temperature: float) -> None:
+def test_a_draw_inverts_the_cumulative_distribution(
+    rows: list[list[float]], draw: float, temperature: float
+) -> None:
     logits = torch.tensor(rows)
-    drawn, logprobs, entropies = sample(logits, torch.full((len(rows),), draw, dtype=torch.float64), temperature)
-    for row, token, logprob, entropy in zip(logits.tolist(), drawn.tolist(), logprobs, entropies, strict=True):
+    drawn, logprobs, entropies = sample(
+        logits, torch.full((len(rows),), draw, dtype=torch.float64), temperature
+    )
+    for row, token, logprob, entropy in zip(
+        logits.tolist(), drawn.tolist(), logprobs, entropies, strict=True
+    ):
         scale = max(row)
         weights = [math.exp((logit - scale) / temperature) for logit in row]
         probabilities = [weight / sum(weights) for weight in weights]
         assert sum(probabilities[:token]) <= draw + 1e-6
         assert sum(probabilities[: token + 1]) >= draw - 1e-6
         assert logprob.item() == pytest.approx(math.log(probabilities[token]), abs=1e-4)
-        assert entropy.item() == pytest.approx(-sum(p * math.log(p) for p in probabilities), abs=1e-4)
+        assert entropy.item() == pytest.approx(
+            -sum(p * math.log(p) for p in probabilities), abs=1e-4
+        )
 
 
 def test_the_ends_of_the_draw_fall_on_possible_tokens() -> None:

@@ -19,13 +19,16 @@ from rich.console import Console
 
 from eepo import recipe
 from eepo.assemble import build_trainer
-from eepo.policy import Policy
-from eepo.progress import Progress
+from eepo.model.policy import Policy
 from eepo.rollout.vllm import VLLMEngine, installed_version
+from eepo.runs.progress import Progress
 from eepo.types import Completion, Prompt, Sampling, UserError
 
 if installed_version() is None:
-    pytest.skip("vLLM is not installed here: make test-vllm has an environment with it", allow_module_level=True)
+    pytest.skip(
+        "vLLM is not installed here: make test-vllm has an environment with it",
+        allow_module_level=True,
+    )
 
 POSITIONS = 512
 GREEDY = Sampling(temperature=0.0, max_new_tokens=24)
@@ -38,7 +41,9 @@ def build(new_model: Build) -> Build:
     """Heads of 32, the smallest for which vLLM has a kernel on the CPU."""
 
     def model(family: str, seed: int = 0) -> Any:
-        return new_model(family, seed=seed, max_position_embeddings=POSITIONS, hidden_size=64, head_dim=32)
+        return new_model(
+            family, seed=seed, max_position_embeddings=POSITIONS, hidden_size=64, head_dim=32
+        )
 
     return model
 
@@ -97,7 +102,9 @@ def tokens(groups: list[list[Completion]]) -> list[list[tuple[int, ...]]]:
     return [[completion.token_ids for completion in group] for group in groups]
 
 
-def greedy_of_transformers(model: Any, prompts: list[Prompt], ends: set[int]) -> list[list[tuple[int, ...]]]:
+def greedy_of_transformers(
+    model: Any, prompts: list[Prompt], ends: set[int]
+) -> list[list[tuple[int, ...]]]:
     """Prompt by prompt, so that nothing is padded; cut after the first end."""
     groups = []
     for prompt in prompts:
@@ -114,7 +121,12 @@ def greedy_of_transformers(model: Any, prompts: list[Prompt], ends: set[int]) ->
 
 
 def test_greedy_follows_every_push_token_for_token(
-    engine: VLLMEngine, build: Build, family: str, tokenizer: Any, long_prompts: list[Prompt], prompts: list[Prompt]
+    engine: VLLMEngine,
+    build: Build,
+    family: str,
+    tokenizer: Any,
+    long_prompts: list[Prompt],
+    prompts: list[Prompt],
 ) -> None:
     asked = [*long_prompts, *prompts]
     answers = []
@@ -127,7 +139,11 @@ def test_greedy_follows_every_push_token_for_token(
 
 
 def test_without_emptying_the_prefix_cache_the_answers_would_be_those_of_earlier_weights(
-    engine: VLLMEngine, build: Build, family: str, long_prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+    engine: VLLMEngine,
+    build: Build,
+    family: str,
+    long_prompts: list[Prompt],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine.generate(long_prompts, 1, GREEDY)
     other = build(family, seed=1)
@@ -174,14 +190,22 @@ def test_the_engine_starts_with_the_models_weights_and_holds_a_copy(
 
 
 def test_a_missing_weight_is_refused(engine: VLLMEngine, build: Build, family: str) -> None:
-    weights = [(name, weight) for name, weight in build(family).named_parameters() if name != "model.norm.weight"]
+    weights = [
+        (name, weight)
+        for name, weight in build(family).named_parameters()
+        if name != "model.norm.weight"
+    ]
     with pytest.raises(ValueError, match=r"1 weights stale, such as model\.norm\.weight"):
         engine.load_weights(weights)
 
 
-def test_other_probabilities_than_the_policys_are_refused(engine: VLLMEngine, build: Build, family: str) -> None:
+def test_other_probabilities_than_the_policys_are_refused(
+    engine: VLLMEngine, build: Build, family: str
+) -> None:
     engine._check_family(build(family))
-    with pytest.raises(UserError, match=r"computes other probabilities for .*ForCausalLM than transformers"):
+    with pytest.raises(
+        UserError, match=r"computes other probabilities for .*ForCausalLM than transformers"
+    ):
         engine._check_family(build(family, seed=1))
 
 
@@ -195,31 +219,46 @@ def test_logprobs_are_the_policys_at_the_sampling_temperature(
     for sampling in (WARM, replace(WARM, temperature=1.3), GREEDY):
         for prompt, group in zip(prompts, engine.generate(prompts, 3, sampling), strict=True):
             for completion in group:
-                expected = plain_scores(model, prompt, completion, sampling.temperature or 1.0).logprobs.tolist()
+                expected = plain_scores(
+                    model, prompt, completion, sampling.temperature or 1.0
+                ).logprobs.tolist()
                 assert completion.logprobs == pytest.approx(expected, abs=1e-4)
                 assert completion.entropies == ()
                 assert completion.entropy_sum() == pytest.approx(-sum(completion.logprobs))
 
 
-def test_a_row_draws_the_same_tokens_in_any_company(engine: VLLMEngine, prompts: list[Prompt]) -> None:
+def test_a_row_draws_the_same_tokens_in_any_company(
+    engine: VLLMEngine, prompts: list[Prompt]
+) -> None:
     whole = engine.generate(prompts, 4, WARM)
     assert len({completion.token_ids for completion in whole[0]}) > 1
     order = [3, 1, 4, 0, 2]
-    assert tokens(engine.generate([prompts[p] for p in order], 4, WARM)) == tokens([whole[p] for p in order])
+    assert tokens(engine.generate([prompts[p] for p in order], 4, WARM)) == tokens(
+        [whole[p] for p in order]
+    )
     assert tokens(engine.generate(prompts[2:3], 4, WARM)) == tokens(whole[2:3])
     second = engine.generate(prompts, 2, replace(WARM, first_sample=2))
     assert tokens(second) == tokens([group[2:] for group in whole])
     assert tokens(engine.generate(prompts, 4, replace(WARM, stream="train/4"))) != tokens(whole)
 
 
-def test_frequencies_match_probabilities(engine: VLLMEngine, build: Build, family: str, prompts: list[Prompt]) -> None:
+def test_frequencies_match_probabilities(
+    engine: VLLMEngine, build: Build, family: str, prompts: list[Prompt]
+) -> None:
     number, prompt = 3000, prompts[0]
     drawn = flat(engine.generate([prompt], number, Sampling(1.0, 1, seed=11)))
     with torch.no_grad():
-        expected = number * build(family)(torch.tensor([prompt.token_ids])).logits[0, -1].double().softmax(0)
-    counts = torch.bincount(torch.tensor([c.token_ids[0] for c in drawn]), minlength=len(expected)).double()
+        expected = number * build(family)(torch.tensor([prompt.token_ids])).logits[
+            0, -1
+        ].double().softmax(0)
+    counts = torch.bincount(
+        torch.tensor([c.token_ids[0] for c in drawn]), minlength=len(expected)
+    ).double()
     common = expected >= 5
-    cells = [*zip(counts[common], expected[common], strict=True), (counts[~common].sum(), expected[~common].sum())]
+    cells = [
+        *zip(counts[common], expected[common], strict=True),
+        (counts[~common].sum(), expected[~common].sum()),
+    ]
     chi_square = sum(float((count - mean) ** 2 / mean) for count, mean in cells)
     free = len(cells) - 1
     assert free >= 5
@@ -243,28 +282,40 @@ def test_completions_end_with_their_only_end_or_at_the_limit(
     assert cut_off
     for completion in finished:
         assert completion.token_ids[-1] in ends
-        assert completion.text == tokenizer.decode(list(completion.token_ids), skip_special_tokens=True)
+        assert completion.text == tokenizer.decode(
+            list(completion.token_ids), skip_special_tokens=True
+        )
     assert not any(ends & set(completion.token_ids[:-1]) for completion in drawn)
     assert {len(completion.token_ids) for completion in cut_off} == {WARM.max_new_tokens}
     length = max(len(completion.token_ids) for completion in finished)
     again = flat(engine.generate(prompts, 8, replace(WARM, max_new_tokens=length)))
     assert any(completion.finished and len(completion.token_ids) == length for completion in again)
-    assert [completion.finished for completion in again] == [completion.finished for completion in drawn]
+    assert [completion.finished for completion in again] == [
+        completion.finished for completion in drawn
+    ]
 
 
-def test_a_completion_also_ends_at_the_stop_text(build: Build, tokenizer: Any, prompts: list[Prompt]) -> None:
+def test_a_completion_also_ends_at_the_stop_text(
+    build: Build, tokenizer: Any, prompts: list[Prompt]
+) -> None:
     model = build("llama")
     drawn = flat(VLLMEngine(model, tokenizer, torch.float32, stop="=").generate(prompts, 16, WARM))
     [equals] = tokenizer.convert_tokens_to_ids(["="])
     stopped = [completion for completion in drawn if completion.token_ids[-1] == equals]
     assert stopped
-    assert all(completion.finished and completion.text.rstrip().endswith("=") for completion in stopped)
+    assert all(
+        completion.finished and completion.text.rstrip().endswith("=") for completion in stopped
+    )
     assert not any(equals in completion.token_ids[:-1] for completion in drawn)
 
 
-def test_what_there_is_no_room_for_is_refused(engine: VLLMEngine, long_prompts: list[Prompt]) -> None:
+def test_what_there_is_no_room_for_is_refused(
+    engine: VLLMEngine, long_prompts: list[Prompt]
+) -> None:
     assert engine.max_tokens == POSITIONS
-    with pytest.raises(UserError, match="max_new_tokens = 300 after a prompt of 410 tokens is more than the 512"):
+    with pytest.raises(
+        UserError, match="max_new_tokens = 300 after a prompt of 410 tokens is more than the 512"
+    ):
         engine.generate(long_prompts, 1, Sampling(1.0, 300))
     with pytest.raises(UserError, match=r"temperature 0\.001 .* give 0 or at least 0\.01"):
         engine.generate(long_prompts, 1, Sampling(0.001, 8))
@@ -332,7 +383,9 @@ def test_a_resumed_run_equals_one_that_never_stopped(whole_run: Path, tmp_path: 
     for knobs, resume in ((shorter, False), (KNOBS, True)):
         quiet = Progress(Console(file=io.StringIO()))
         build_trainer(recipe.load_run("demo/eepo", knobs), out, resume, quiet).run()
-    for got, expected in zip(rows(out, "metrics.jsonl"), rows(whole_run, "metrics.jsonl"), strict=True):
+    for got, expected in zip(
+        rows(out, "metrics.jsonl"), rows(whole_run, "metrics.jsonl"), strict=True
+    ):
         assert got == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 

@@ -14,9 +14,9 @@ from rich.console import Console
 from eepo import recipe
 from eepo.assemble import build_trainer
 from eepo.config import RunConfig
-from eepo.doctor import examine
-from eepo.progress import Progress
+from eepo.experiments.doctor import examine
 from eepo.rollout import vllm
+from eepo.runs.progress import Progress
 from eepo.types import UserError
 
 VLLM = ('rollout.engine="vllm"',)
@@ -26,7 +26,9 @@ VLLM = ('rollout.engine="vllm"',)
 def absent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is installed, look elsewhere for it."""
     found = vllm.importlib.util.find_spec
-    monkeypatch.setattr(vllm.importlib.util, "find_spec", lambda name: None if name == "vllm" else found(name))
+    monkeypatch.setattr(
+        vllm.importlib.util, "find_spec", lambda name: None if name == "vllm" else found(name)
+    )
 
 
 def run_config(*overrides: str) -> RunConfig:
@@ -51,19 +53,27 @@ def test_the_doctor_says_that_the_engine_cannot_be_had() -> None:
 
 
 def test_the_doctor_is_silent_on_engines_that_need_nothing() -> None:
-    first = [finding.name for _, finding in zip(range(3), examine("demo/eepo", num_prompts=1), strict=False)]
+    first = [
+        finding.name
+        for _, finding in zip(range(3), examine("demo/eepo", num_prompts=1), strict=False)
+    ]
     assert "engine" not in first
 
 
 @pytest.mark.parametrize("knob", ["algorithm.temperature", "evaluation.temperature"])
 def test_a_temperature_that_vllm_would_raise_is_refused_when_the_recipe_is_read(knob: str) -> None:
-    with pytest.raises(UserError, match=rf"{knob} must be at least 0\.01 with rollout.engine = \"vllm\", got 0\.005"):
+    with pytest.raises(
+        UserError,
+        match=rf"{knob} must be at least 0\.01 with rollout.engine = \"vllm\", got 0\.005",
+    ):
         run_config(f"{knob}=0.005")
     assert recipe.load_run("demo/eepo", [f"{knob}=0.005"]), "other engines take it"
 
 
 def test_half_precision_on_the_cpu_is_refused() -> None:
-    with pytest.raises(UserError, match=r'rollout\.dtype = "bfloat16" .* on the CPU; allowed: auto, float32'):
+    with pytest.raises(
+        UserError, match=r'rollout\.dtype = "bfloat16" .* on the CPU; allowed: auto, float32'
+    ):
         vllm.check_dtype(torch.bfloat16, torch.device("cpu"))
     vllm.check_dtype(torch.float32, torch.device("cpu"))
     vllm.check_dtype(torch.bfloat16, torch.device("cuda"))
@@ -82,7 +92,9 @@ def test_a_device_that_vllm_would_not_use_is_refused(device: str, platform: str,
         vllm.check_device(torch.device(device), platform)
 
 
-@pytest.mark.parametrize(("device", "platform"), [("cpu", "cpu"), ("cuda", "cuda"), ("cuda:0", "cuda")])
+@pytest.mark.parametrize(
+    ("device", "platform"), [("cpu", "cpu"), ("cuda", "cuda"), ("cuda:0", "cuda")]
+)
 def test_the_device_that_it_would_use_is_not(device: str, platform: str) -> None:
     vllm.check_device(torch.device(device), platform)
 
@@ -91,4 +103,7 @@ def test_the_share_of_the_card_may_change_when_a_run_is_resumed() -> None:
     from eepo.assemble import FREE_TO_CHANGE
 
     knobs: dict[str, Any] = dataclasses.asdict(run_config().rollout)
-    assert {f"rollout.{name}" for name in knobs} & FREE_TO_CHANGE == {"rollout.max_rows", "rollout.gpu_memory_share"}
+    assert {f"rollout.{name}" for name in knobs} & FREE_TO_CHANGE == {
+        "rollout.max_rows",
+        "rollout.gpu_memory_share",
+    }

@@ -18,12 +18,20 @@ CHAT = (
 @pytest.fixture(scope="session")
 def byte_tokenizer() -> Callable[..., Any]:
     def build(*, bos: bool = True, chat: str | None = CHAT) -> Any:
-        words = ["<bos>", "<eos>", "<user>", "<assistant>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+        words = [
+            "<bos>",
+            "<eos>",
+            "<user>",
+            "<assistant>",
+            *sorted(pre_tokenizers.ByteLevel.alphabet()),
+        ]
         tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, []))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
         if bos:
-            tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single="<bos> $A", special_tokens=[("<bos>", 0)]
+            )
         return PreTrainedTokenizerFast(
             tokenizer_object=tokenizer,
             bos_token="<bos>" if bos else None,

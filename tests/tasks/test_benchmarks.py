@@ -43,7 +43,9 @@ def test_a_file_saved_from_the_hub_keeps_the_hubs_columns(tmp_path: Path) -> Non
     (tmp_path / "olympiadbench.json").write_text(json.dumps([row]))
     (problem,) = load_benchmark("olympiadbench", str(tmp_path))
     assert (problem.text, problem.answer) == ("Which?", "2, 3")
-    (tmp_path / "gsm8k.jsonl").write_text(json.dumps({"question": "How many?", "answer": "Some.\n#### 1,000"}))
+    (tmp_path / "gsm8k.jsonl").write_text(
+        json.dumps({"question": "How many?", "answer": "Some.\n#### 1,000"})
+    )
     (problem,) = load_benchmark("gsm8k", str(tmp_path))
     assert (problem.text, problem.answer) == ("How many?", "1000")
 
@@ -65,7 +67,9 @@ def test_a_missing_file_is_refused_with_what_was_looked_for(tmp_path: Path) -> N
         load_benchmark("gsm8k", str(tmp_path))
     line = str(caught.value)
     assert str(tmp_path) in line
-    assert all(file in line for file in ("gsm8k.jsonl", "gsm8k.json", "gsm8k.parquet", "gsm8k_test.jsonl"))
+    assert all(
+        file in line for file in ("gsm8k.jsonl", "gsm8k.json", "gsm8k.parquet", "gsm8k_test.jsonl")
+    )
 
 
 def test_without_a_folder_the_hub_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,10 +77,14 @@ def test_without_a_folder_the_hub_is_asked(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.chdir(tmp_path)  # a folder here that is called as the hub's set is loaded by the same call
+    monkeypatch.chdir(
+        tmp_path
+    )  # a folder here that is called as the hub's set is loaded by the same call
     folder = tmp_path / "math-ai" / "amc23"
     folder.mkdir(parents=True)
-    (folder / "test.jsonl").write_text(json.dumps({"id": 0, "question": "How far?", "answer": 27.0}))
+    (folder / "test.jsonl").write_text(
+        json.dumps({"id": 0, "question": "How far?", "answer": 27.0})
+    )
     (problem,) = load_benchmark("amc23", "")
     assert (problem.id, problem.text, problem.answer) == ("amc23/0", "How far?", "27")
     with pytest.raises(UserError, match="hub data set math-ai/minervamath, split 'test'"):

@@ -27,7 +27,9 @@ CROWDED = CountdownConfig(
 
 
 def identities(prompts: list[Prompt]) -> set[tuple[tuple[int, ...], int]]:
-    return {(tuple(sorted(prompt.answer["numbers"])), prompt.answer["target"]) for prompt in prompts}
+    return {
+        (tuple(sorted(prompt.answer["numbers"])), prompt.answer["target"]) for prompt in prompts
+    }
 
 
 def test_training_prompts_are_a_pure_function_of_position(tokenizer: Any) -> None:
@@ -38,7 +40,9 @@ def test_training_prompts_are_a_pure_function_of_position(tokenizer: Any) -> Non
     fresh = Countdown(config, tokenizer)
     fresh.evaluation_sets()
     random.seed(99)
-    assert [fresh.training_prompts(position, 1)[0] for position in reversed(range(12))] == whole[::-1]
+    assert [fresh.training_prompts(position, 1)[0] for position in reversed(range(12))] == whole[
+        ::-1
+    ]
 
 
 def test_fresh_problems_have_fresh_ids(tokenizer: Any) -> None:
@@ -48,14 +52,19 @@ def test_fresh_problems_have_fresh_ids(tokenizer: Any) -> None:
 
 
 def test_the_seed_moves_every_set(tokenizer: Any) -> None:
-    one, other = (Countdown(replace(CountdownConfig(num_evaluation=10), seed=seed), tokenizer) for seed in (0, 1))
+    one, other = (
+        Countdown(replace(CountdownConfig(num_evaluation=10), seed=seed), tokenizer)
+        for seed in (0, 1)
+    )
     assert identities(one.training_prompts(0, 10)) != identities(other.training_prompts(0, 10))
     for name in ("in_range", "out_of_range"):
         assert identities(one.evaluation_sets()[name]) != identities(other.evaluation_sets()[name])
 
 
 def test_a_longer_evaluation_set_begins_with_the_shorter_one(tokenizer: Any) -> None:
-    short, long = (Countdown(CountdownConfig(num_evaluation=n), tokenizer).evaluation_sets() for n in (5, 9))
+    short, long = (
+        Countdown(CountdownConfig(num_evaluation=n), tokenizer).evaluation_sets() for n in (5, 9)
+    )
     assert long["in_range"][:5] == short["in_range"]
 
 
@@ -75,7 +84,10 @@ def test_targets_and_numbers_stay_in_their_ranges(tokenizer: Any) -> None:
     task = Countdown(config, tokenizer)
     sets = task.evaluation_sets()
     assert list(sets) == ["in_range", "out_of_range"]
-    assert all(10 <= prompt.answer["target"] <= 60 for prompt in task.training_prompts(0, 60) + sets["in_range"])
+    assert all(
+        10 <= prompt.answer["target"] <= 60
+        for prompt in task.training_prompts(0, 60) + sets["in_range"]
+    )
     assert all(61 <= prompt.answer["target"] <= 99 for prompt in sets["out_of_range"])
     for prompt in task.training_prompts(0, 60) + sets["out_of_range"]:
         assert len(prompt.answer["numbers"]) == 4
@@ -104,7 +116,9 @@ def test_a_demonstration_survives_the_tokenizer(tokenizer: Any) -> None:
 
 
 def test_the_prompt_is_its_template_tokenized(tokenizer: Any) -> None:
-    task = Countdown(CountdownConfig(num_evaluation=5, template="{target} = ({numbers}) :"), tokenizer)
+    task = Countdown(
+        CountdownConfig(num_evaluation=5, template="{target} = ({numbers}) :"), tokenizer
+    )
     for prompt in task.training_prompts(0, 5):
         numbers = " ".join(map(str, prompt.answer["numbers"]))
         assert prompt.text == f"{prompt.answer['target']} = ({numbers}) :"
@@ -141,12 +155,17 @@ def test_impossible_ranges_are_refused(
         task.training_prompts(0, 1)
 
 
-def test_the_seed_of_a_run_moves_training_prompts_and_leaves_evaluation_alone(tokenizer: Any) -> None:
+def test_the_seed_of_a_run_moves_training_prompts_and_leaves_evaluation_alone(
+    tokenizer: Any,
+) -> None:
     fresh = [Countdown(CountdownConfig(num_evaluation=5), tokenizer, seed) for seed in (0, 1)]
     texts = [[prompt.text for prompt in task.training_prompts(0, 20)] for task in fresh]
     assert texts[0] != texts[1]
     assert fresh[0].evaluation_sets() == fresh[1].evaluation_sets()
-    finite = [Countdown(CountdownConfig(num_train=20, num_evaluation=5), tokenizer, seed) for seed in (0, 1)]
+    finite = [
+        Countdown(CountdownConfig(num_train=20, num_evaluation=5), tokenizer, seed)
+        for seed in (0, 1)
+    ]
     texts = [[prompt.text for prompt in task.training_prompts(0, 20)] for task in finite]
     assert texts[0] != texts[1]
     assert sorted(texts[0]) == sorted(texts[1])

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from eepo.assemble import build_trainer
 from eepo.config import DatasetConfig, ModelConfig, RewardConfig, RunConfig
-from eepo.progress import Progress
+from eepo.runs.progress import Progress
 from eepo.tasks import build_task
 from eepo.tasks.dataset import Dataset, as_demonstration, make_prompts
 from eepo.tasks.problems import Problem
@@ -25,13 +25,20 @@ from eepo.types import UserError
 def config(tmp_path: Path) -> DatasetConfig:
     """Ten training problems of growing length; two evaluation sets, one with a problem that is trained on."""
     train = [
-        {"id": f"t{i}", "problem": f"What is {i} + {'1' * i}?", "answer": str(i), "level": i} for i in range(1, 11)
+        {"id": f"t{i}", "problem": f"What is {i} + {'1' * i}?", "answer": str(i), "level": i}
+        for i in range(1, 11)
     ]
-    held = [{"problem": "What is 70 - 1?", "answer": "69"}, {"problem": "What is $3+111$", "answer": "3"}]
+    held = [
+        {"problem": "What is 70 - 1?", "answer": "69"},
+        {"problem": "What is $3+111$", "answer": "3"},
+    ]
     for name, rows in (("train", train), ("held", held), ("amc23", held[:1])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return DatasetConfig(
-        train="train.jsonl", evaluation=("amc23", "held.jsonl"), data_dir=str(tmp_path), template="{problem}"
+        train="train.jsonl",
+        evaluation=("amc23", "held.jsonl"),
+        data_dir=str(tmp_path),
+        template="{problem}",
     )
 
 
@@ -40,15 +47,21 @@ def plain(byte_tokenizer: Callable[..., Any]) -> Any:
     return byte_tokenizer(bos=False)
 
 
-def test_training_prompts_are_a_pure_function_of_position(config: DatasetConfig, plain: Any) -> None:
+def test_training_prompts_are_a_pure_function_of_position(
+    config: DatasetConfig, plain: Any
+) -> None:
     task = build_task(config, plain, 3)
     assert isinstance(task, Dataset)
     whole = task.training_prompts(0, 25)
-    assert [Dataset(config, plain, 3).training_prompts(at, 1)[0] for at in reversed(range(25))] == whole[::-1]
+    assert [
+        Dataset(config, plain, 3).training_prompts(at, 1)[0] for at in reversed(range(25))
+    ] == whole[::-1]
     assert task.training_prompts(8, 5) == whole[8:13]
 
 
-def test_each_epoch_holds_every_problem_once_in_an_order_of_its_own(config: DatasetConfig, plain: Any) -> None:
+def test_each_epoch_holds_every_problem_once_in_an_order_of_its_own(
+    config: DatasetConfig, plain: Any
+) -> None:
     prompts = Dataset(config, plain).training_prompts(0, 30)
     texts = [[prompt.text for prompt in prompts[start : start + 10]] for start in (0, 10, 20)]
     assert set(texts[0]) == set(texts[1]) == set(texts[2])
@@ -98,8 +111,12 @@ def test_long_prompts_are_left_out_whole_and_counted(config: DatasetConfig, plai
     assert num_left_out == 1
 
 
-def test_when_all_prompts_are_too_long_the_run_does_not_begin(config: DatasetConfig, plain: Any) -> None:
-    with pytest.raises(UserError, match=r"training set train: all 10 prompts .* task\.max_prompt_tokens = 3"):
+def test_when_all_prompts_are_too_long_the_run_does_not_begin(
+    config: DatasetConfig, plain: Any
+) -> None:
+    with pytest.raises(
+        UserError, match=r"training set train: all 10 prompts .* task\.max_prompt_tokens = 3"
+    ):
         Dataset(replace(config, max_prompt_tokens=3), plain)
 
 
@@ -132,12 +149,16 @@ def test_demonstrations_are_the_solutions(config: DatasetConfig, plain: Any) -> 
 
 
 def test_a_demonstration_always_ends_in_the_form_that_is_asked_for() -> None:
-    assert as_demonstration(Problem("a", "x", "7", solution=r"It is \fbox{7}")).endswith("\\boxed{7}.")
+    assert as_demonstration(Problem("a", "x", "7", solution=r"It is \fbox{7}")).endswith(
+        "\\boxed{7}."
+    )
 
 
 def test_notes_reach_the_console(config: DatasetConfig, tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=200)
-    run = RunConfig(model=ModelConfig(device="cpu"), task=config, reward=RewardConfig(name="countdown"))
+    run = RunConfig(
+        model=ModelConfig(device="cpu"), task=config, reward=RewardConfig(name="countdown")
+    )
     run = replace(run, algorithm=replace(run.algorithm, max_new_tokens=8))
     build_trainer(run, tmp_path / "run", resume=False, progress=Progress(console))
     assert "note: evaluation set held: 1 of 2 problems" in console.file.getvalue()  # type: ignore[attr-defined]

@@ -15,7 +15,9 @@ DATA = Path(os.environ.get("EEPO_DATA_DIR") or "no-such-folder")
 
 
 def same(one: str, other: str, answers: tuple[str, str] = ("7", "7")) -> bool:
-    return overlap([Problem("train", one, answers[0])], [Problem("test", other, answers[1])]) == [("test", "train")]
+    return overlap([Problem("train", one, answers[0])], [Problem("test", other, answers[1])]) == [
+        ("test", "train")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -30,7 +32,9 @@ def same(one: str, other: str, answers: tuple[str, str] = ("7", "7")) -> bool:
 )
 def test_typesetting_does_not_hide_a_problem(one: str, other: str) -> None:
     assert normalised(one) == normalised(other)
-    assert same(one, other, ("7", "eight"))  # equal texts are the same problem whatever the gold says
+    assert same(
+        one, other, ("7", "eight")
+    )  # equal texts are the same problem whatever the gold says
 
 
 @pytest.mark.parametrize(
@@ -62,17 +66,28 @@ def test_each_evaluation_problem_is_told_once() -> None:
     assert overlap(train, evaluation) == [("a", "train/0")]
 
 
-def test_many_problems_with_one_answer_are_not_all_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_problems_with_one_answer_are_not_all_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     compared: list[str] = []
-    monkeypatch.setattr("eepo.tasks.overlap.similarity", lambda one, other: compared.append(other) or 0.0)
+    monkeypatch.setattr(
+        "eepo.tasks.overlap.similarity", lambda one, other: compared.append(other) or 0.0
+    )
     train = [Problem(str(index), f"Is it {'so ' * index}?", "yes") for index in range(MAX_KIN + 50)]
-    assert overlap(train, [Problem("a", "Is this?", "yes"), train[-1]]) == [(train[-1].id, train[-1].id)]
+    assert overlap(train, [Problem("a", "Is this?", "yes"), train[-1]]) == [
+        (train[-1].id, train[-1].id)
+    ]
     assert len(compared) == MAX_KIN  # for the first; equal texts are found among any number
 
 
-@pytest.mark.skipif(not (DATA / "contamination_pairs.jsonl").is_file(), reason="no maths data (EEPO_DATA_DIR)")
+@pytest.mark.skipif(
+    not (DATA / "contamination_pairs.jsonl").is_file(), reason="no maths data (EEPO_DATA_DIR)"
+)
 def test_the_known_pairs_of_real_data_are_found() -> None:
-    known = {(row["id"], row["train_id"]) for row in map(json.loads, (DATA / "contamination_pairs.jsonl").open())}
+    known = {
+        (row["id"], row["train_id"])
+        for row in map(json.loads, (DATA / "contamination_pairs.jsonl").open())
+    }
     train = read_problems("math_lvl3to5_train.jsonl", data_dir=str(DATA))
     found = set()
     for name in ("math500", "olympiadbench_math_en", "aime24", "amc23", "minerva_math"):

@@ -24,7 +24,9 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> str:
 
 
 def read_one(folder: Path, **row: Any) -> Problem:
-    (problem,) = read_problems(write_lines(folder / "one.jsonl", [{"problem": "Say it.", "answer": "1"} | row]))
+    (problem,) = read_problems(
+        write_lines(folder / "one.jsonl", [{"problem": "Say it.", "answer": "1"} | row])
+    )
     return problem
 
 
@@ -53,7 +55,9 @@ def test_every_format_gives_the_same_problems(tmp_path: Path) -> None:
 
 def test_a_byte_order_mark_and_blank_lines_do_no_harm(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf" + b"\n\n".join(json.dumps(row).encode() for row in ROWS) + b"\n\n")
+    path.write_bytes(
+        b"\xef\xbb\xbf" + b"\n\n".join(json.dumps(row).encode() for row in ROWS) + b"\n\n"
+    )
     assert [problem.id for problem in read_problems(str(path))] == ["a", "b"]
 
 
@@ -128,7 +132,9 @@ def test_a_solution_column_is_kept_beside_an_answer(tmp_path: Path) -> None:
     assert (problem.answer, problem.solution) == ("4", "Two and two.")
 
 
-@pytest.mark.parametrize("cell", ["", "  ", None, [], "$ $", r"So \boxed{}.", r"So \boxed{4", "Hm.\n####", [""]])
+@pytest.mark.parametrize(
+    "cell", ["", "  ", None, [], "$ $", r"So \boxed{}.", r"So \boxed{4", "Hm.\n####", [""]]
+)
 def test_an_empty_answer_is_refused(cell: Any, tmp_path: Path) -> None:
     path = write_lines(tmp_path / "p.jsonl", [*ROWS, {"problem": "Say it.", "answer": cell}])
     line = error_of(path)
@@ -159,8 +165,12 @@ def test_levels_are_read_in_their_spellings_and_filter(tmp_path: Path) -> None:
     assert "none in column 'level'" in error_of(bare, levels=(1,))
 
 
-def test_rows_without_an_id_are_called_by_their_place_and_numbers_by_their_set(tmp_path: Path) -> None:
-    rows = [{"problem": "Say it.", "answer": "1", "id": own} for own in ("own/1", 7, "8", None, "", [1])]
+def test_rows_without_an_id_are_called_by_their_place_and_numbers_by_their_set(
+    tmp_path: Path,
+) -> None:
+    rows = [
+        {"problem": "Say it.", "answer": "1", "id": own} for own in ("own/1", 7, "8", None, "", [1])
+    ]
     ids = [problem.id for problem in read_problems(write_lines(tmp_path / "set.jsonl", rows))]
     assert ids == ["own/1", "set/7", "set/8", "set/3", "set/4", "set/5"]
 
@@ -201,8 +211,14 @@ def test_the_short_name_of_a_source(source: str, name: str) -> None:
         (b"17", "got a number"),
         (b"[" * 100_000, "not JSON"),
         (b'{"problem": "x", "answer": ' + b"1" * 5000 + b"}", "not JSON that can be read"),
-        (b'{"text": "x", "answer": "1"}', "no column 'problem' (task.problem_column); there are text, answer"),
-        (b'{"problem": "x", "gold": "1"}', "no column 'answer' (task.answer_column); there are problem, gold"),
+        (
+            b'{"text": "x", "answer": "1"}',
+            "no column 'problem' (task.problem_column); there are text, answer",
+        ),
+        (
+            b'{"problem": "x", "gold": "1"}',
+            "no column 'answer' (task.answer_column); there are problem, gold",
+        ),
         (b"{}", "there are none"),
         (b'{"problem": " ", "answer": "1"}', "problem must be a text that is not empty"),
         (b'{"problem": null, "answer": "1"}', "problem must be a text that is not empty, got None"),
@@ -218,7 +234,7 @@ def test_a_bad_line_is_named_with_file_and_number(third: bytes, told: str, tmp_p
 
 
 def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eepo.tasks.rows.MAX_LINE_BYTES", 100)
+    monkeypatch.setattr("eepo.tasks.files.MAX_LINE_BYTES", 100)
     path = tmp_path / "p.jsonl"
     path.write_text(json.dumps({"problem": "x" * 200, "answer": "1"}))
     assert error_of(str(path)) == f"{path}:1: the line is longer than 100 bytes"
@@ -245,7 +261,9 @@ def test_an_empty_file_and_one_without_a_level_are_named_with_their_folder(tmp_p
 def test_a_json_file_must_be_a_list_of_objects(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     path.write_text(json.dumps({"rows": ROWS}))
-    assert error_of(str(path)) == f"{path}: a .json file must hold one list of objects, got an object"
+    assert (
+        error_of(str(path)) == f"{path}: a .json file must hold one list of objects, got an object"
+    )
     path.write_text(json.dumps([*ROWS, "x"]))
     assert error_of(str(path)) == f"{path}: row 2: a row must be an object with columns, got a text"
     path.write_text("[]")
@@ -257,8 +275,12 @@ def test_parquet_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path = tmp_path / "p.parquet"
     path.write_bytes(b"PAR1 and then nothing of the kind")
     assert "not a readable parquet file" in error_of(str(path))
-    parquet.write_table(sys.modules["pyarrow"].Table.from_pylist([{"question": "x", "answer": "1"}]), path)
-    assert "no column 'problem' (task.problem_column); there are question, answer" in error_of(str(path))
+    parquet.write_table(
+        sys.modules["pyarrow"].Table.from_pylist([{"question": "x", "answer": "1"}]), path
+    )
+    assert "no column 'problem' (task.problem_column); there are question, answer" in error_of(
+        str(path)
+    )
     broken = bytearray(path.read_bytes())
     broken[4:40] = b"\xff" * 36  # the pages, not the description at the end
     path.write_bytes(broken)
@@ -269,7 +291,9 @@ def test_parquet_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_source_that_is_neither_file_nor_name(tmp_path: Path) -> None:
     assert "no such file" in error_of("nowhere/p.jsonl", data_dir=str(tmp_path))
-    assert str(tmp_path / "nowhere" / "p.jsonl") in error_of("nowhere/p.jsonl", data_dir=str(tmp_path))
+    assert str(tmp_path / "nowhere" / "p.jsonl") in error_of(
+        "nowhere/p.jsonl", data_dir=str(tmp_path)
+    )
     assert "'maths' is neither" in error_of("maths")
     (tmp_path / "p.csv").write_text("problem,answer\n")
     assert ".jsonl, .json, .parquet files, got '.csv'" in error_of(str(tmp_path / "p.csv"))
@@ -288,16 +312,24 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "acme" / "sums"
     (folder / "hard").mkdir(parents=True)
     write_lines(folder / "train.jsonl", [{"question": "1+1?", "final_answer": ["2"], "id": 7}])
-    write_lines(folder / "test.jsonl", [{"question": "2+2?", "final_answer": ["4", "four"], "id": 0}])
-    write_lines(folder / "hard" / "train.jsonl", [{"question": "9+9?", "final_answer": ["18"], "id": 1}])
+    write_lines(
+        folder / "test.jsonl", [{"question": "2+2?", "final_answer": ["4", "four"], "id": 0}]
+    )
+    write_lines(
+        folder / "hard" / "train.jsonl", [{"question": "9+9?", "final_answer": ["18"], "id": 1}]
+    )
     return folder
 
 
 def test_a_hub_data_set_its_splits_and_its_files(hub: Path) -> None:
     columns = Columns("question", "final_answer")
     assert read_problems("acme/sums:train.jsonl", columns) == [Problem("sums/7", "1+1?", "2")]
-    assert read_problems("acme/sums", columns, split="test") == [Problem("sums/0", "2+2?", "4, four")]
-    assert read_problems("acme/sums:hard/train.jsonl", columns, split="test") == [Problem("sums/1", "9+9?", "18")]
+    assert read_problems("acme/sums", columns, split="test") == [
+        Problem("sums/0", "2+2?", "4, four")
+    ]
+    assert read_problems("acme/sums:hard/train.jsonl", columns, split="test") == [
+        Problem("sums/1", "9+9?", "18")
+    ]
 
 
 def test_mistakes_with_the_hub_are_one_line(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,9 @@ from eepo.types import UserError
 @pytest.fixture
 def task(byte_tokenizer: Callable[..., Any]) -> Callable[..., ReasoningGym]:
     def build(order_seed: int = 0, **knobs: Any) -> ReasoningGym:
-        return ReasoningGym(ReasoningGymConfig(**({"num_evaluation": 5} | knobs)), byte_tokenizer(), order_seed)
+        return ReasoningGym(
+            ReasoningGymConfig(**({"num_evaluation": 5} | knobs)), byte_tokenizer(), order_seed
+        )
 
     return build
 
@@ -32,7 +34,9 @@ def test_the_registry_builds_it(byte_tokenizer: Callable[..., Any]) -> None:
     assert isinstance(build_task(ReasoningGymConfig(), byte_tokenizer(), 0), ReasoningGym)
 
 
-def test_a_prompt_holds_its_question_and_all_that_its_scorer_needs(task: Callable[..., ReasoningGym]) -> None:
+def test_a_prompt_holds_its_question_and_all_that_its_scorer_needs(
+    task: Callable[..., ReasoningGym],
+) -> None:
     prompt = task(dataset="chain_sum").training_prompts(0, 1)[0]
     entry = prompt.answer["entry"]
     assert prompt.answer["dataset"] == "chain_sum"
@@ -42,21 +46,34 @@ def test_a_prompt_holds_its_question_and_all_that_its_scorer_needs(task: Callabl
     assert json.loads(json.dumps(prompt.answer)) == prompt.answer
 
 
-def test_training_is_a_pure_function_of_position_across_chunks(task: Callable[..., ReasoningGym]) -> None:
+def test_training_is_a_pure_function_of_position_across_chunks(
+    task: Callable[..., ReasoningGym],
+) -> None:
     whole = task().training_prompts(CHUNK - 3, 6)
-    parts = [task().training_prompts(position, 1)[0] for position in reversed(range(CHUNK - 3, CHUNK + 3))]
+    parts = [
+        task().training_prompts(position, 1)[0]
+        for position in reversed(range(CHUNK - 3, CHUNK + 3))
+    ]
     assert whole == parts[::-1]
     assert len({prompt.id for prompt in whole}) == len(set(questions(whole))) == 6
 
 
-def test_seeds_move_training_and_only_the_tasks_own_moves_evaluation(task: Callable[..., ReasoningGym]) -> None:
+def test_seeds_move_training_and_only_the_tasks_own_moves_evaluation(
+    task: Callable[..., ReasoningGym],
+) -> None:
     first, second, moved = task(0), task(1), task(0, seed=1)
-    assert set(questions(first.training_prompts(0, 5))).isdisjoint(questions(second.training_prompts(0, 5)))
+    assert set(questions(first.training_prompts(0, 5))).isdisjoint(
+        questions(second.training_prompts(0, 5))
+    )
     assert first.evaluation_sets() == second.evaluation_sets()
-    assert questions(first.evaluation_sets()["chain_sum"]) != questions(moved.evaluation_sets()["chain_sum"])
+    assert questions(first.evaluation_sets()["chain_sum"]) != questions(
+        moved.evaluation_sets()["chain_sum"]
+    )
 
 
-def test_evaluation_is_never_asked_in_training_even_where_problems_are_few(task: Callable[..., ReasoningGym]) -> None:
+def test_evaluation_is_never_asked_in_training_even_where_problems_are_few(
+    task: Callable[..., ReasoningGym],
+) -> None:
     """lcm's numbers are small: 300 of its problems and 500 of them share some."""
     few = task(dataset="lcm", num_evaluation=300)
     held_out = questions(few.evaluation_sets()["lcm"])
@@ -77,8 +94,12 @@ def test_too_few_problems_are_said(task: Callable[..., ReasoningGym]) -> None:
     """As if evaluation held every problem that there is."""
     small = task(dataset="gcd", num_evaluation=3)
     all_of_them = {_entry("gcd", "0/evaluation/0", 0)["question"]}
-    all_of_them |= {_entry("gcd", "0/evaluation/substitutes/0", index)["question"] for index in range(MAX_DRAWS)}
-    with pytest.raises(UserError, match=r'"gcd" has too few different problems for task.num_evaluation = 3; ask'):
+    all_of_them |= {
+        _entry("gcd", "0/evaluation/substitutes/0", index)["question"] for index in range(MAX_DRAWS)
+    }
+    with pytest.raises(
+        UserError, match=r'"gcd" has too few different problems for task.num_evaluation = 3; ask'
+    ):
         small._draw("evaluation", 0, all_of_them)
 
 
@@ -92,6 +113,10 @@ def test_demonstrations_give_the_answer_in_a_box(task: Callable[..., ReasoningGy
     assert text == f"\\boxed{{{prompt.answer['entry']['answer']}}}"
 
 
-def test_refused_data_sets_are_refused_when_the_task_is_built(task: Callable[..., ReasoningGym]) -> None:
-    with pytest.raises(UserError, match='"puzzle24" of reasoning-gym is refused: its scorer can evaluate'):
+def test_refused_data_sets_are_refused_when_the_task_is_built(
+    task: Callable[..., ReasoningGym],
+) -> None:
+    with pytest.raises(
+        UserError, match='"puzzle24" of reasoning-gym is refused: its scorer can evaluate'
+    ):
         task(dataset="puzzle24")

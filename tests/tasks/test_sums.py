@@ -58,13 +58,17 @@ def test_training_prompts_are_a_pure_function_of_position() -> None:
     whole = task().training_prompts(0, 12)
     fresh = task()
     fresh.evaluation_sets()
-    assert [fresh.training_prompts(position, 1)[0] for position in reversed(range(12))] == whole[::-1]
+    assert [fresh.training_prompts(position, 1)[0] for position in reversed(range(12))] == whole[
+        ::-1
+    ]
     assert len({prompt.id for prompt in whole}) == 12
 
 
 def test_all_prompts_show_the_same_examples_and_nobody_asks_for_them() -> None:
     sums = task(CROWDED)
-    prompts = sums.training_prompts(0, 300) + [p for ps in sums.evaluation_sets().values() for p in ps]
+    prompts = sums.training_prompts(0, 300) + [
+        p for ps in sums.evaluation_sets().values() for p in ps
+    ]
     shown = {tuple(prompt.text.splitlines()[:-1]) for prompt in prompts}
     assert len(shown) == 1
     assert not set(map(terms_of, shown.pop())) & set(asked(prompts))
@@ -87,9 +91,13 @@ def test_terms_stay_in_their_ranges_and_reach_both_ends() -> None:
     sums = task(replace(SMALL, max_digits=2, num_evaluation=40))
     sets = sums.evaluation_sets()
     assert list(sets) == ["in_range", "out_of_range"]
-    trained = [term for terms in asked(sums.training_prompts(0, 1500) + sets["in_range"]) for term in terms]
+    trained = [
+        term for terms in asked(sums.training_prompts(0, 1500) + sets["in_range"]) for term in terms
+    ]
     assert (min(trained), max(trained)) == (1, 99)
-    assert 0.4 < sum(term < 10 for term in trained) / len(trained) < 0.6  # short terms are as frequent as long ones
+    assert (
+        0.4 < sum(term < 10 for term in trained) / len(trained) < 0.6
+    )  # short terms are as frequent as long ones
     assert all(100 <= term <= 999 for terms in asked(sets["out_of_range"]) for term in terms)
 
 
@@ -134,5 +142,7 @@ def test_a_recipe_reaches_it_by_name(tokenizer: Any) -> None:
 
 
 def test_a_vocabulary_that_lacks_the_sum_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(UserError, match="does not know all of the prompt"):  # its numbers end at 199
+    with pytest.raises(
+        UserError, match="does not know all of the prompt"
+    ):  # its numbers end at 199
         build_task(replace(SMALL, max_digits=3), tokenizer).training_prompts(0, 50)

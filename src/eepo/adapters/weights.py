@@ -52,7 +52,9 @@ def moved(weights: dict[str, Parameter], gradient: dict[str, Tensor], lr: float)
 
 @contextmanager
 @torch.no_grad()
-def tried(weights: dict[str, Parameter], gradient: dict[str, Tensor]) -> Iterator[Callable[[float], None]]:
+def tried(
+    weights: dict[str, Parameter], gradient: dict[str, Tensor]
+) -> Iterator[Callable[[float], None]]:
     """A way to put θ − lr · gradient in place of θ again and again. The gradient stays: for that, a third copy."""
     kept = {name: weights[name].detach().clone() for name in gradient}
 

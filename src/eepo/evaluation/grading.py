@@ -50,7 +50,9 @@ def writing(path: Path | None) -> Iterator[TextIO]:
         aside.unlink(missing_ok=True)
 
 
-def grade_file(path: Path, out: TextIO, reward: Reward, progress: Callable[[int], None]) -> tuple[int, int]:
+def grade_file(
+    path: Path, out: TextIO, reward: Reward, progress: Callable[[int], None]
+) -> tuple[int, int]:
     """Write each line with "correct" and "reason"; returns how many were correct, and how many there are."""
     num_correct = num_lines = 0
     rows = _rows(path)
@@ -59,7 +61,9 @@ def grade_file(path: Path, out: TextIO, reward: Reward, progress: Callable[[int]
         verdicts = reward.grade(prompts, [row["completion"] for row in chunk])
         for row, verdict in zip(chunk, verdicts, strict=True):
             row |= {"correct": verdict.correct, "reason": verdict.reason}
-            out.write(json.dumps(row) + "\n")  # ASCII: a lone surrogate in a completion must not stop the file
+            out.write(
+                json.dumps(row) + "\n"
+            )  # ASCII: a lone surrogate in a completion must not stop the file
         out.flush()
         num_correct += sum(verdict.correct for verdict in verdicts)
         num_lines += len(chunk)
@@ -80,14 +84,20 @@ def _row(line: str, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # also a number of too many digits
         raise UserError(f"{where}: not valid JSON: {error}") from error
     if not isinstance(row, dict):
-        raise UserError(f'{where}: must be an object {{"gold": ..., "completion": ...}}, got {type(row).__name__}')
+        raise UserError(
+            f'{where}: must be an object {{"gold": ..., "completion": ...}}, got {type(row).__name__}'
+        )
     for key in ("gold", "completion"):
         if key not in row:
             raise UserError(f'{where}: has no "{key}"; its keys are {", ".join(row) or "none"}')
     if not isinstance(row["completion"], str):
-        raise UserError(f'{where}: "completion" must be a string, got {json.dumps(row["completion"])[:60]}')
+        raise UserError(
+            f'{where}: "completion" must be a string, got {json.dumps(row["completion"])[:60]}'
+        )
     gold = row["gold"]
     number = isinstance(gold, int | float) and not isinstance(gold, bool) and math.isfinite(gold)
     if not number and not (isinstance(gold, str) and gold.strip()):
-        raise UserError(f'{where}: "gold" must be a string that is not empty, or a number, got {json.dumps(gold)[:60]}')
+        raise UserError(
+            f'{where}: "gold" must be a string that is not empty, or a number, got {json.dumps(gold)[:60]}'
+        )
     return row

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eepo.estimates import grouped_bootstrap_interval, majority, pass_at_k, powers_of_two
+from eepo.evaluation.estimates import grouped_bootstrap_interval, majority, pass_at_k, powers_of_two
 from eepo.evaluation.store import Store
-from eepo.runlog import write_whole
+from eepo.runs.runlog import write_whole
 
 RESULTS = "results.json"
 Values = dict[str, list[float]]  # measure -> one value for each problem
@@ -30,7 +30,9 @@ def results(folder: Path) -> dict[str, Any]:
     settings = store.settings()
     values: dict[str, Values] = {}
     for name, benchmark in settings["benchmarks"].items():
-        found = benchmark_values(store.rows(name), benchmark["num_problems"], settings["num_samples"])
+        found = benchmark_values(
+            store.rows(name), benchmark["num_problems"], settings["num_samples"]
+        )
         if found:
             values[name] = found
     return {
@@ -49,7 +51,9 @@ def benchmark_values(rows: Sequence[dict[str, Any]], num_problems: int, num_samp
     greedy, drawn = rows[:num_problems], rows[num_problems:]
     if len(greedy) < num_problems:
         return {}
-    values = _columns([{"greedy/accuracy": float(_right(row))} | _measures([row], "greedy") for row in greedy])
+    values = _columns(
+        [{"greedy/accuracy": float(_right(row))} | _measures([row], "greedy") for row in greedy]
+    )
     if num_samples and len(drawn) == num_problems * num_samples:
         groups = [drawn[first : first + num_samples] for first in range(0, len(drawn), num_samples)]
         values |= _columns([_sample_measures(group) for group in groups])
@@ -58,7 +62,11 @@ def benchmark_values(rows: Sequence[dict[str, Any]], num_problems: int, num_samp
 
 def average(benchmarks: Sequence[Values]) -> dict[str, dict[str, float]]:
     """Of the measures that all benchmarks have."""
-    shared = [key for key in benchmarks[0] if all(key in other for other in benchmarks)] if benchmarks else []
+    shared = (
+        [key for key in benchmarks[0] if all(key in other for other in benchmarks)]
+        if benchmarks
+        else []
+    )
     return {key: estimate([values[key] for values in benchmarks]) for key in shared}
 
 

@@ -43,10 +43,16 @@ def load_sets(sources: Sequence[str], data_dir: str, limit: int) -> dict[str, li
         name = stem(source) if own_file else source
         if name in problems:
             raise UserError(f"--benchmarks names {name} twice")
-        found = read_problems(source, data_dir=data_dir) if own_file else load_benchmark(source, data_dir)
+        found = (
+            read_problems(source, data_dir=data_dir)
+            if own_file
+            else load_benchmark(source, data_dir)
+        )
         problems[name] = found[: limit or None]
     if not problems:
-        raise UserError(f"--benchmarks is empty; name some of {', '.join(BENCHMARKS)}, or files of problems")
+        raise UserError(
+            f"--benchmarks is empty; name some of {', '.join(BENCHMARKS)}, or files of problems"
+        )
     return problems
 
 
@@ -57,7 +63,9 @@ def prompt_sets(
     for name, own in problems.items():
         prompts, num_left_out = make_prompts(own, template, tokenizer, max_prompt_tokens)
         if not prompts:
-            raise UserError(f"{name}: all {num_left_out} prompts are over --max-prompt-tokens {max_prompt_tokens}")
+            raise UserError(
+                f"{name}: all {num_left_out} prompts are over --max-prompt-tokens {max_prompt_tokens}"
+            )
         title = BENCHMARKS[name].title if name in BENCHMARKS else name
         sets.append(PromptSet(name, title, prompts, num_left_out))
     return sets
@@ -78,5 +86,7 @@ def pick_template(chosen: str | None, tables: dict[str, Any]) -> str:
     own = task.get("template", "boxed") if task.get("name") == "dataset" else "boxed"
     template = own if chosen is None else chosen
     if check_template(template):
-        raise UserError(f'--template must be "boxed", "chat" or a text with {{problem}}, got {template!r}')
+        raise UserError(
+            f'--template must be "boxed", "chat" or a text with {{problem}}, got {template!r}'
+        )
     return str(template)

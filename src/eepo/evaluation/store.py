@@ -11,16 +11,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eepo.runlog import RunLog, read_lines, write_whole
+from eepo.runs.jsonl import read_records
+from eepo.runs.runlog import RunLog, write_whole
 from eepo.types import UserError
 
 SETTINGS, COMPLETIONS = "settings.json", "completions"
 SAMPLES = ("num_samples", "temperature", "seed")  # may be added to a greedy evaluation, not changed
-OPTIONS = {"num_samples": "--samples"} | {  # settings under the name by which `eepo eval` knows them
+OPTIONS = {
+    "num_samples": "--samples"
+} | {  # settings under the name by which `eepo eval` knows them
     name: f"--{name.replace('_', '-')}"
-    for name in ("max_new_tokens", "max_prompt_tokens", "limit", "temperature", "seed", "template", "reward")
+    for name in (
+        "max_new_tokens",
+        "max_prompt_tokens",
+        "limit",
+        "temperature",
+        "seed",
+        "template",
+        "reward",
+    )
 }
-UNREAD = ("prompt", "gold", "text", "reason")  # what no estimate needs: completions may fill gigabytes
+UNREAD = (
+    "prompt",
+    "gold",
+    "text",
+    "reason",
+)  # what no estimate needs: completions may fill gigabytes
 
 
 class Store:
@@ -74,10 +90,14 @@ class Store:
         """What estimates need of each line."""
         path = self.path(benchmark)
         try:
-            lines = read_lines(path) if path.is_file() else iter(())
-            return [{key: value for key, value in row.items() if key not in UNREAD} for row in lines]
+            lines = read_records(path) if path.is_file() else iter(())
+            return [
+                {key: value for key, value in row.items() if key not in UNREAD} for row in lines
+            ]
         except ValueError as error:
-            raise UserError(f"{path}: a line is damaged ({error}); remove the file to evaluate again") from error
+            raise UserError(
+                f"{path}: a line is damaged ({error}); remove the file to evaluate again"
+            ) from error
 
     def keep(self, benchmark: str, num_lines: int) -> None:
         """Cut off what comes after: a torn line, or a part that was not finished."""

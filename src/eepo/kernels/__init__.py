@@ -33,7 +33,9 @@ def missing() -> str:
 def available(device: torch.device) -> bool:
     """Whether kernels can run on tensors of `device`; anywhere, if Triton interprets, which needs no compiler."""
     if os.environ.get("TRITON_INTERPRET") == "1":
-        return os.environ.get("EEPO_KERNELS") != "0" and importlib.util.find_spec("triton") is not None
+        return (
+            os.environ.get("EEPO_KERNELS") != "0" and importlib.util.find_spec("triton") is not None
+        )
     return device.type == "cuda" and not missing()
 
 

@@ -98,7 +98,9 @@ def _8bit_kernel(weight, gradient, first, first_scale, second, second_scale, rat
     tl.store(first + places, tl.where(new_first < 0, -codes, codes).to(tl.int8), mask=inside)
     tl.store(first_scale + blocks, scales, mask=own)
     codes, scales = _codes(new_second, draws >> 16, LEVELS_2)
-    codes = tl.maximum(codes, (new_second > 0).to(tl.float32))  # 0 would make the next step 1 / EPS times too large
+    codes = tl.maximum(
+        codes, (new_second > 0).to(tl.float32)
+    )  # 0 would make the next step 1 / EPS times too large
     tl.store(second + places, codes.to(tl.uint8), mask=inside)
     tl.store(second_scale + blocks, scales, mask=own)
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eepo.kernels.rows import Outputs, RowState
+from eepo.kernels.row_state import Outputs, RowState
 
 BLOCK = 2048
 GOLDEN = tl.constexpr(-7046029254386353131)  # splitmix64's numbers, as int64
@@ -32,7 +32,9 @@ def _uniform(key, position):
 @triton.jit
 def _scale_of(inverse_temperature):
     inverse = tl.load(inverse_temperature)
-    return tl.where(inverse == 0.0, 1.0, inverse)  # greedy reports the distribution at temperature 1
+    return tl.where(
+        inverse == 0.0, 1.0, inverse
+    )  # greedy reports the distribution at temperature 1
 
 
 @triton.jit
@@ -99,9 +101,13 @@ def _join_kernel(
     before = tl.max(tl.where(blocks < chosen, cumulative, 0.0), 0)
     values = _values_of(row, chosen, scale, vocabulary, BLOCK)
     within = tl.cumsum(tl.exp(values - top).to(tl.float64), 0)
-    target = tl.minimum(target - before, tl.max(within, 0) * (1.0 - 1e-12))  # rounding must not leave the block
+    target = tl.minimum(
+        target - before, tl.max(within, 0) * (1.0 - 1e-12)
+    )  # rounding must not leave the block
     inside = tl.where(greedy, tl.argmax(values, 0), tl.sum((within <= target).to(tl.int32), 0))
-    token = tl.minimum(chosen * BLOCK + inside, vocabulary - 1)  # whatever logits hold, no other row is read
+    token = tl.minimum(
+        chosen * BLOCK + inside, vocabulary - 1
+    )  # whatever logits hold, no other row is read
 
     log_total = top + tl.log(total)
     line = tl.load(outputs + slot) * out_stride + position
@@ -135,7 +141,12 @@ def draw(
         outputs.tokens, outputs.logprobs, outputs.entropies, outputs.lengths, outputs.finished,
         outputs.tokens.stride(0), logits.shape[1],
     )  # fmt: skip
-    sizes = {"NUM_BLOCKS": num_blocks, "PADDED_BLOCKS": padded, "BLOCK": BLOCK, "NUM_ENDS": len(ends)}
+    sizes = {
+        "NUM_BLOCKS": num_blocks,
+        "PADDED_BLOCKS": padded,
+        "BLOCK": BLOCK,
+        "NUM_ENDS": len(ends),
+    }
     # Highest values, sums, sums weighted by value: 12 bytes for a block, of which logits take 8 KB.
     parts = torch.empty(len(slots), 3, padded, device=logits.device)
     _block_kernel[(len(slots), num_blocks)](

@@ -49,7 +49,9 @@ def _decode_kernel(
     inside = tl.arange(0, PAGE)
     own = (group < GROUP)[:, None] & (dims < SIZE)[None, :]
     heads = head * GROUP + group
-    q = tl.load(query + row * query_row + heads[:, None] * query_head + dims[None, :], mask=own, other=0.0)
+    q = tl.load(
+        query + row * query_row + heads[:, None] * query_head + dims[None, :], mask=own, other=0.0
+    )
 
     tops = tl.full([ROWS], float("-inf"), tl.float32)
     totals = tl.zeros([ROWS], tl.float32)
@@ -68,7 +70,9 @@ def _decode_kernel(
         there = seen[:, None] & (dims < SIZE)[None, :]
         k = tl.load(key_pages + block, mask=there, other=0.0)
         v = tl.load(value_pages + block, mask=there, other=0.0)
-        scores = _capped(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale, softcap, SOFTCAP)
+        scores = _capped(
+            tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale, softcap, SOFTCAP
+        )
         scores = tl.where(seen[None, :], scores, float("-inf"))
         new_tops = tl.maximum(tops, tl.max(scores, 1))
         masses = tl.where(seen[None, :], tl.exp(scores - new_tops[:, None]), 0.0)
@@ -79,8 +83,12 @@ def _decode_kernel(
 
     if split == 0:  # the new token attends to itself, and enters the cache
         k = tl.load(new_key + row * key_row + head * key_head + dims, mask=dims < SIZE, other=0.0)
-        v = tl.load(new_value + row * value_row + head * value_head + dims, mask=dims < SIZE, other=0.0)
-        scores = _capped(tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scale, softcap, SOFTCAP)
+        v = tl.load(
+            new_value + row * value_row + head * value_head + dims, mask=dims < SIZE, other=0.0
+        )
+        scores = _capped(
+            tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scale, softcap, SOFTCAP
+        )
         new_tops = tl.maximum(tops, scores)
         masses = tl.exp(scores - new_tops)
         totals, sums = _faded(tops, totals, sums, new_tops)
@@ -105,7 +113,13 @@ def _decode_kernel(
 
 @triton.jit
 def _join_kernel(
-    out, part_sums, part_tops, part_totals, SIZE: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr
+    out,
+    part_sums,
+    part_tops,
+    part_totals,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
     line = tl.program_id(0)
     dims = tl.arange(0, PADDED)
@@ -113,7 +127,9 @@ def _join_kernel(
     tops = tl.load(part_tops + splits)
     weights = tl.exp(tops - tl.max(tops, 0))
     total = tl.sum(weights * tl.load(part_totals + splits), 0)
-    parts = tl.load(part_sums + splits[:, None] * SIZE + dims[None, :], mask=(dims < SIZE)[None, :], other=0.0)
+    parts = tl.load(
+        part_sums + splits[:, None] * SIZE + dims[None, :], mask=(dims < SIZE)[None, :], other=0.0
+    )
     result = tl.sum(parts * weights[:, None], 0) / total
     tl.store(out + line * SIZE + dims, result.to(out.dtype.element_ty), mask=dims < SIZE)
 
@@ -137,7 +153,9 @@ def paged_attention(
     out = torch.empty(num_rows, num_heads, size, dtype=query.dtype, device=query.device)
     part_sums = part_tops = part_totals = out
     if splits > 1:
-        part_sums = torch.empty(num_rows, num_heads, splits, size, dtype=torch.float32, device=query.device)
+        part_sums = torch.empty(
+            num_rows, num_heads, splits, size, dtype=torch.float32, device=query.device
+        )
         part_tops, part_totals = (torch.empty_like(part_sums[..., 0]) for _ in range(2))
     _decode_kernel[(num_rows, num_key_heads, splits)](
         query, query.stride(0), query.stride(1), key, key.stride(0), key.stride(1), value, value.stride(0),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eepo.kernels.rows import Outputs, RowState
+from eepo.kernels.row_state import Outputs, RowState
 
 GOLDEN = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
@@ -23,7 +23,11 @@ def sample(logits: Tensor, draws: Tensor, temperature: float) -> tuple[Tensor, T
     if temperature > 0:
         cumulative = probabilities.double().cumsum(-1)
         target = draws.unsqueeze(1) * cumulative[:, -1:]
-        tokens = torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
+        tokens = (
+            torch.searchsorted(cumulative, target, right=True)
+            .squeeze(1)
+            .clamp(max=logits.shape[1] - 1)
+        )
     else:
         tokens = logits.argmax(-1)
     entropies = -(probabilities * distribution.clamp(min=-1e30)).sum(-1)  # 0 · log 0 is 0
@@ -82,16 +86,22 @@ def paged_attention(
     tables, positions = tables[:num_rows].long(), positions[:num_rows]
     pages = tables.gather(1, (positions // page).unsqueeze(1)).squeeze(1)
     key_pages[pages, :, positions % page], value_pages[pages, :, positions % page] = key, value
-    keys, values = (part[tables].transpose(2, 3).flatten(1, 2) for part in (key_pages, value_pages))  # [B, L, K, D]
+    keys, values = (
+        part[tables].transpose(2, 3).flatten(1, 2) for part in (key_pages, value_pages)
+    )  # [B, L, K, D]
     places = torch.arange(keys.shape[1], device=query.device)
     seen = places <= positions[:, None]
     if window:
         seen &= places > positions[:, None] - window
-    keys, values = (part.repeat_interleave(num_heads // part.shape[2], 2) for part in (keys, values))
+    keys, values = (
+        part.repeat_interleave(num_heads // part.shape[2], 2) for part in (keys, values)
+    )
     scores = torch.einsum("bhd,blhd->bhl", query.float(), keys.float()) * scale
     scores = softcap * torch.tanh(scores / softcap) if softcap else scores
     masses = scores.masked_fill(~seen.unsqueeze(1), -torch.inf).softmax(-1)
-    values = torch.where(seen[:, :, None, None], values.float(), 0.0)  # what was never written may be anything
+    values = torch.where(
+        seen[:, :, None, None], values.float(), 0.0
+    )  # what was never written may be anything
     return torch.einsum("bhl,blhd->bhd", masses, values).to(query.dtype)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from eepo.reports.measures import comparison_rows
 from eepo.reports.page import write_report
-from eepo.reports.runs import Run, by_method, read_run, read_runs, run_folders
+from eepo.reports.records import Run, by_method, read_run, read_runs, run_folders
 from eepo.reports.summary import summary_sentences
 from eepo.reports.tables import html_table, markdown_table, terminal_table
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eepo.reports.runs import Row, Run, by_method, spread_steps
+from eepo.reports.records import Row, Run, by_method, spread_steps
 from eepo.reports.samples import printable, samples_section
 
 MOST_ROWS, MOST_CHARACTERS = 3000, 1200  # on a page, of a text: a page that can still be mailed

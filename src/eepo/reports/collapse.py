@@ -11,8 +11,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from eepo.reports.curves import MOST_BANDED, draw, draw_methods, evaluation_curve, metric_curve, smooth
-from eepo.reports.lettering import name_text
+from eepo.reports.curves import (
+    MOST_BANDED,
+    draw,
+    draw_methods,
+    evaluation_curve,
+    metric_curve,
+    smooth,
+)
+from eepo.reports.labels import name_text
 from eepo.reports.palette import STAGE_STYLES, looks
 from eepo.reports.panels import (
     add_legend,
@@ -24,8 +31,8 @@ from eepo.reports.panels import (
     style_lines,
     styled,
 )
-from eepo.reports.runs import Run, by_method, evaluation_sets
-from eepo.reports.starts import share_starts
+from eepo.reports.records import Run, by_method, evaluation_sets
+from eepo.reports.shared_start import share_starts
 from eepo.reports.tables import plain
 
 ENTROPY = "policy entropy (nats per token)"  # of stage 1, which the policy sampled: later stages are another model's
@@ -70,7 +77,13 @@ def _draw_paths(axes: Axes, methods: Mapping[str, Sequence[Run]], name: str) -> 
         if path:
             entropies, accuracies = zip(*path, strict=True)
             axes.plot(
-                entropies, accuracies, color=colour, linestyle=STAGE_STYLES[1], lw=0.8, marker=marker, markersize=2.2
+                entropies,
+                accuracies,
+                color=colour,
+                linestyle=STAGE_STYLES[1],
+                lw=0.8,
+                marker=marker,
+                markersize=2.2,
             )
             axes.plot(entropies[-1], accuracies[-1], color=colour, marker=marker, markersize=5)
     in_percent(axes)
@@ -85,10 +98,14 @@ def accuracy_by_entropy(seeds: Sequence[Run], name: str) -> list[tuple[float, fl
     by_step = dict(zip(entropy.steps.tolist(), smooth(entropy.mean).tolist(), strict=True))
     places = [min(step + 1, max(by_step)) for step in accuracy.steps.tolist()]
     return [
-        (by_step[place], mean) for place, mean in zip(places, accuracy.mean.tolist(), strict=True) if place in by_step
+        (by_step[place], mean)
+        for place, mean in zip(places, accuracy.mean.tolist(), strict=True)
+        if place in by_step
     ]
 
 
 def _evaluated_twice(runs: Sequence[Run], name: str) -> bool:
     """One point is no course of training."""
-    return any(len({row["step"] for row in run.evaluations if row["set"] == name}) > 1 for run in runs)
+    return any(
+        len({row["step"] for row in run.evaluations if row["set"] == name}) > 1 for run in runs
+    )

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 
 from eepo.reports.measures import problem_values, value
 from eepo.reports.palette import looks
-from eepo.reports.runs import Row, Run
+from eepo.reports.records import Row, Run
 
 SMOOTHED_FROM = 40  # with fewer points a line is drawn as it is
 MOST_BANDED = 4  # methods; where there are more, their bands would bury the lines
@@ -60,7 +60,12 @@ def smooth(values: np.ndarray) -> np.ndarray:
 
 
 def draw(
-    axes: Axes, curve: Curve, colour: str, style: Any = "solid", marker: str | None = None, alone: bool = True
+    axes: Axes,
+    curve: Curve,
+    colour: str,
+    style: Any = "solid",
+    marker: str | None = None,
+    alone: bool = True,
 ) -> None:
     """The smoothed mean; behind it, if it is `alone` enough, the raw one, faint, and the seeds' band. Points with a
     marker are not smoothed. One point is no line: it is a dot, a hollow one where the line would be dashed."""
@@ -71,10 +76,19 @@ def draw(
         axes.fill_between(curve.steps, curve.low, curve.high, color=colour, alpha=0.13, linewidth=0)
     dot = "o" if len(mean) == 1 else None
     inside = colour if marker or style == "solid" else "white"
-    axes.plot(curve.steps, mean, color=colour, linestyle=style, marker=marker or dot, markerfacecolor=inside)
+    axes.plot(
+        curve.steps,
+        mean,
+        color=colour,
+        linestyle=style,
+        marker=marker or dot,
+        markerfacecolor=inside,
+    )
 
 
-def draw_methods(axes: Axes, methods: Mapping[str, Sequence[Run]], key: str, style: Any = "solid") -> None:
+def draw_methods(
+    axes: Axes, methods: Mapping[str, Sequence[Run]], key: str, style: Any = "solid"
+) -> None:
     """A metric over the steps, for each method that has it."""
     for method, (colour, _) in looks(methods).items():
         if curve := metric_curve(methods[method], key):
@@ -99,4 +113,8 @@ def _evaluated(run: Run, name: str, measure: str) -> dict[int, float]:
 def _over_first(row: Row, measure: str, number: int) -> float | None:
     """A measure over the row's first `number` problems, where it says how each one went."""
     values = problem_values(row, measure)[:number]
-    return float(np.mean(values)) if number < row["num_problems"] and len(values) == number else value(row, measure)
+    return (
+        float(np.mean(values))
+        if number < row["num_problems"] and len(values) == number
+        else value(row, measure)
+    )

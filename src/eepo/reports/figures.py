@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from eepo.reports.curves import MOST_BANDED, draw_methods
-from eepo.reports.lettering import name_text
+from eepo.reports.labels import name_text
 from eepo.reports.measures import START, estimate, full_evaluations, start_evaluations
 from eepo.reports.palette import PHASES, STAGE_STYLES, looks
 from eepo.reports.panels import (
@@ -27,7 +27,7 @@ from eepo.reports.panels import (
     stage_lines,
     styled,
 )
-from eepo.reports.runs import Row, Run, by_method, evaluation_sets
+from eepo.reports.records import Row, Run, by_method, evaluation_sets
 from eepo.reports.tables import plain
 
 
@@ -53,10 +53,14 @@ def pass_at_k_figure(runs: Sequence[Run]) -> Figure | None:
     if not sets:
         return None
     crowded = len(by_method(runs)) > MOST_BANDED
-    figure, panels = new_panels(len(sets), width=WIDTH if crowded or len(sets) > 2 else 0.72 * WIDTH)
+    figure, panels = new_panels(
+        len(sets), width=WIDTH if crowded or len(sets) > 2 else 0.72 * WIDTH
+    )
     shown: dict[str, None] = {}
     for axes, name in zip(panels, sets, strict=True):
-        groups = {method: full_evaluations(seeds, name) for method, seeds in by_method(runs).items()}
+        groups = {
+            method: full_evaluations(seeds, name) for method, seeds in by_method(runs).items()
+        }
         starts = start_evaluations(runs, name)
         groups[START] = starts if len(starts) == 1 else []  # several starts are not one line
         for method, evaluations in groups.items():
@@ -73,7 +77,9 @@ def pass_at_k_figure(runs: Sequence[Run]) -> Figure | None:
 def cost_figure(runs: Sequence[Run]) -> Figure | None:
     """Seconds of a step by phase, and length over the steps."""
     timed = {
-        method: seeds for method, seeds in by_method(runs).items() if all(run.series("seconds/total") for run in seeds)
+        method: seeds
+        for method, seeds in by_method(runs).items()
+        if all(run.series("seconds/total") for run in seeds)
     }
     if not timed:
         return None
@@ -81,7 +87,9 @@ def cost_figure(runs: Sequence[Run]) -> Figure | None:
     _draw_phases(bars, timed)
     draw_methods(lengths, by_method(runs), "length")
     label_steps(lengths, "mean length (tokens)")
-    lengths.legend(handles=method_lines(by_method(runs)), loc="center left", bbox_to_anchor=(1.0, 0.5))
+    lengths.legend(
+        handles=method_lines(by_method(runs)), loc="center left", bbox_to_anchor=(1.0, 0.5)
+    )
     return figure
 
 
@@ -89,7 +97,9 @@ def cost_figure(runs: Sequence[Run]) -> Figure | None:
 def unlearning_figure(runs: Sequence[Run]) -> Figure | None:
     """What the unlearning step did: how much was gated, how far it moved, and what clipping took back."""
     staged = {
-        method: seeds for method, seeds in by_method(runs).items() if any(run.series("stage2/entropy") for run in seeds)
+        method: seeds
+        for method, seeds in by_method(runs).items()
+        if any(run.series("stage2/entropy") for run in seeds)
     }
     if not staged:
         return None
@@ -117,7 +127,9 @@ def _draw_stages(axes: Axes, runs: Sequence[Run], key: str) -> None:
         draw_methods(axes, by_method(runs), f"stage{stage}/{key}", style)
 
 
-def _draw_pass_at_k(axes: Axes, evaluations: Sequence[Row], colour: str, marker: str, banded: bool) -> None:
+def _draw_pass_at_k(
+    axes: Axes, evaluations: Sequence[Row], colour: str, marker: str, banded: bool
+) -> None:
     """Band: lowest to highest seed; with one seed, the interval over its problems."""
     ks = sorted(set.intersection(*({int(k) for k in row["pass@k"]} for row in evaluations)))
     values = [[row["pass@k"][str(k)] for row in evaluations] for k in ks]
@@ -125,7 +137,14 @@ def _draw_pass_at_k(axes: Axes, evaluations: Sequence[Row], colour: str, marker:
     if not banded:
         return
     if len(evaluations) > 1:
-        axes.fill_between(ks, list(map(min, values)), list(map(max, values)), color=colour, alpha=0.15, linewidth=0)
+        axes.fill_between(
+            ks,
+            list(map(min, values)),
+            list(map(max, values)),
+            color=colour,
+            alpha=0.15,
+            linewidth=0,
+        )
         return
     found = [estimate(evaluations, f"pass@{k}") for k in ks]
     low = [one.low for one in found if one and one.low is not None]
@@ -142,19 +161,33 @@ def _draw_phases(axes: Axes, methods: dict[str, list[Run]]) -> None:
         widths = [seconds.get(phase, 0.0) for seconds in spent]
         if any(widths):
             places, label = range(len(methods)), phase.replace("stage", "stage ")
-            axes.barh(places, widths, 0.62, left, color=colour, label=label, edgecolor="#555555", linewidth=0.3)
+            axes.barh(
+                places,
+                widths,
+                0.62,
+                left,
+                color=colour,
+                label=label,
+                edgecolor="#555555",
+                linewidth=0.3,
+            )
             left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.set_yticks(range(len(methods)), [name_text(method) for method in methods])
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.set_title("seconds per step, by phase")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.1), ncol=4, handlelength=1.2, columnspacing=1.2)
+    axes.legend(
+        loc="upper center", bbox_to_anchor=(0.45, -0.1), ncol=4, handlelength=1.2, columnspacing=1.2
+    )
 
 
 def _phase_seconds(seeds: Sequence[Run]) -> dict[str, float]:
     """Of a step, over all steps of all seeds."""
     num_steps = sum(len(run.series("seconds/total")) for run in seeds)
-    spent = {phase: sum(sum(run.series(f"seconds/{phase}").values()) for run in seeds) for phase in PHASES}
+    spent = {
+        phase: sum(sum(run.series(f"seconds/{phase}").values()) for run in seeds)
+        for phase in PHASES
+    }
     total = sum(run.seconds() or 0.0 for run in seeds)
     spent["other"] = max(0.0, total - sum(spent.values()))
     return {phase: seconds / num_steps for phase, seconds in spent.items()}

@@ -12,13 +12,16 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from eepo.reports.lettering import fitting_end, name_text, plain_text, shortened, text_width
+from eepo.reports.labels import fitting_end, name_text, plain_text, shortened, text_width
 from eepo.reports.palette import looks
 from eepo.reports.panels import TEXT_SIZE, TITLE_SIZE, WIDTH, new_panels, styled
-from eepo.reports.runs import Row, Run, by_method, was_forgotten
+from eepo.reports.records import Row, Run, by_method, was_forgotten
 
 MOST_PROBLEMS, MOST_SHOWN = 4, 5  # problems in the figure, completions of each
-LONGEST_TEXT, WIDEST_TEXT = 26, 95.0  # characters, and points: wide letters would leave bars no room
+LONGEST_TEXT, WIDEST_TEXT = (
+    26,
+    95.0,
+)  # characters, and points: wide letters would leave bars no room
 TITLE_SHARE = 0.92  # of a panel's width, its labels included
 LEFT_EDGE = 0.08  # inches that stay free before the labels
 WIDEST_LINEAR = 20  # the likeliest over the least likely; past it bars need a log axis
@@ -53,7 +56,9 @@ def forgetting_figure(runs: Sequence[Run]) -> Figure | None:
         return None
     step, problems = forgotten_problems(run)
     tallest = max(len(rows) for rows in problems)
-    figure, panels = new_panels(len(problems), columns=2, height=0.75 + 0.24 * tallest, left=LEFT_EDGE)
+    figure, panels = new_panels(
+        len(problems), columns=2, height=0.75 + 0.24 * tallest, left=LEFT_EDGE
+    )
     colour = looks(by_method(runs))[run.name][0]
     scale = Scale.over([row for rows in problems for row in rows])
     own = own_texts([str(row["prompt"]) for row in run.completions])
@@ -75,7 +80,10 @@ def forgotten_problems(run: Run) -> tuple[int, list[list[Row]]]:
     for row in run.completions:
         if row["step"] == step and was_forgotten(row):
             problems.setdefault(str(row["prompt_id"]), {}).setdefault(str(row["text"]), row)
-    ranked = [sorted(texts.values(), key=lambda row: -row["logprob"])[:MOST_SHOWN] for texts in problems.values()]
+    ranked = [
+        sorted(texts.values(), key=lambda row: -row["logprob"])[:MOST_SHOWN]
+        for texts in problems.values()
+    ]
     return step, ranked[:MOST_PROBLEMS]
 
 
@@ -98,7 +106,14 @@ def _num_shared(texts: Iterable[Sequence[str]]) -> int:
 def _draw_problem(axes: Axes, rows: Sequence[Row], colour: str, scale: Scale) -> None:
     for key, alpha, shift in (("logprob", 1.0, -0.19), ("logprob_after", FORGOTTEN_ALPHA, 0.19)):
         places = [number + shift for number in range(len(rows))]
-        axes.barh(places, [scale.length(row[key]) for row in rows], 0.36, scale.start, facecolor=colour, alpha=alpha)
+        axes.barh(
+            places,
+            [scale.length(row[key]) for row in rows],
+            0.36,
+            scale.start,
+            facecolor=colour,
+            alpha=alpha,
+        )
     axes.set_yticks(range(len(rows)), [_label(row) for row in rows])
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from eepo.estimates import bootstrap_interval, pass_at_k, seed_interval
-from eepo.reports.runs import Row, Run, by_method, evaluation_sets
+from eepo.evaluation.estimates import bootstrap_interval, pass_at_k, seed_interval
+from eepo.reports.records import Row, Run, by_method, evaluation_sets
 
 START = "start"  # the policy before training stands in tables and figures under this name
 
@@ -45,7 +45,9 @@ def comparison_rows(runs: Sequence[Run]) -> list[ComparisonRow]:
     for name in evaluation_sets(runs) or [""]:
         if start := _start_row(runs, name, measures):
             rows.append(start)
-        rows += [_method_row(method, name, seeds, measures) for method, seeds in by_method(runs).items()]
+        rows += [
+            _method_row(method, name, seeds, measures) for method, seeds in by_method(runs).items()
+        ]
     return rows
 
 
@@ -87,7 +89,9 @@ def over_problems(evaluation: Row, measure: str) -> Estimate | None:
     if mean is None:
         return None
     values = problem_values(evaluation, measure)
-    return Estimate(mean, *bootstrap_interval(values), over="problems") if values else Estimate(mean)
+    return (
+        Estimate(mean, *bootstrap_interval(values), over="problems") if values else Estimate(mean)
+    )
 
 
 def over_seeds(values: Sequence[float]) -> Estimate | None:
@@ -141,7 +145,9 @@ def _bare_mean(rows: Sequence[Row], measure: str) -> Estimate | None:
     return Estimate(sum(values) / len(values)) if values else None
 
 
-def _method_row(method: str, name: str, seeds: Sequence[Run], measures: Sequence[str]) -> ComparisonRow:
+def _method_row(
+    method: str, name: str, seeds: Sequence[Run], measures: Sequence[str]
+) -> ComparisonRow:
     evaluations = full_evaluations(seeds, name)
     return ComparisonRow(
         method=method,
@@ -149,5 +155,7 @@ def _method_row(method: str, name: str, seeds: Sequence[Run], measures: Sequence
         num_seeds=len(evaluations) or len(seeds),
         measures={measure: estimate(evaluations, measure) for measure in measures},
         seconds=over_seeds([seconds for run in seeds if (seconds := run.seconds()) is not None]),
-        num_completions=over_seeds([float(number) for run in seeds if (number := run.num_completions()) is not None]),
+        num_completions=over_seeds(
+            [float(number) for run in seeds if (number := run.num_completions()) is not None]
+        ),
     )

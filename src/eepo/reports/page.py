@@ -14,10 +14,10 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from eepo.reports.browser import browser_section, script_policy
+from eepo.reports.figure_list import PICTURES, Picture, draw_pictures, image_bytes
 from eepo.reports.measures import comparison_rows
 from eepo.reports.panels import WIDTH
-from eepo.reports.pictures import PICTURES, Picture, draw_pictures, image_bytes
-from eepo.reports.runs import Run, by_method, read_runs
+from eepo.reports.records import Run, by_method, read_runs
 from eepo.reports.settings import settings_table
 from eepo.reports.summary import summary_sentences
 from eepo.reports.tables import html_table
@@ -70,9 +70,13 @@ def write_report(run_folders: Sequence[Path | str], out: Path) -> Path:
         raise UserError("a report needs at least one run folder")
     out = Path(out)
     if out.is_dir():
-        raise UserError(f"{out}: is a folder; the report needs a file name such as {out / 'report.html'}")
+        raise UserError(
+            f"{out}: is a folder; the report needs a file name such as {out / 'report.html'}"
+        )
     runs = read_runs(run_folders)
-    drawn = [(picture, figure, image_bytes(figure, "svg")) for picture, figure in draw_pictures(runs)]
+    drawn = [
+        (picture, figure, image_bytes(figure, "svg")) for picture, figure in draw_pictures(runs)
+    ]
     text = page(runs, [(picture, figure.get_figwidth(), svg) for picture, figure, svg in drawn])
     _write_figures(drawn, out.with_name(f"{out.stem}_figures"))
     out.write_text(text, encoding="utf-8", errors="replace")  # a name may hold what UTF-8 cannot
@@ -82,7 +86,9 @@ def write_report(run_folders: Sequence[Path | str], out: Path) -> Path:
 def page(runs: Sequence[Run], drawn: Sequence[tuple[Picture, float, bytes]]) -> str:
     """`drawn`: pictures, their width in inches, and their SVG."""
     title = (
-        f"{' against '.join(reversed(by_method(runs)))}" if len(by_method(runs)) == 2 else ", ".join(by_method(runs))
+        f"{' against '.join(reversed(by_method(runs)))}"
+        if len(by_method(runs)) == 2
+        else ", ".join(by_method(runs))
     )
     sentences = "\n".join(f"<li>{escape(sentence)}</li>" for sentence in summary_sentences(runs))
     figures = "\n".join(_figure(picture, width, svg, runs) for picture, width, svg in drawn)
@@ -124,7 +130,9 @@ def environment_line(environment: dict[str, Any]) -> str:
     if environment.get("num_cores"):
         parts.append(f"{environment['num_cores']} cores")
     packages = environment.get("packages") or {}
-    return ", ".join([*parts, *(f"{name} {version}" for name, version in packages.items() if version)])
+    return ", ".join(
+        [*parts, *(f"{name} {version}" for name, version in packages.items() if version)]
+    )
 
 
 def _counts(runs: Sequence[Run]) -> str:
@@ -170,10 +178,14 @@ def _environments(runs: Sequence[Run]) -> str:
     """Runs on the same machine with the same versions share a line."""
     lines: dict[str, list[str]] = {}
     for run in runs:
-        lines.setdefault(environment_line(run.environment) or "not recorded", []).append(f"{run.name} {run.seed}")
+        lines.setdefault(environment_line(run.environment) or "not recorded", []).append(
+            f"{run.name} {run.seed}"
+        )
     if len(lines) == 1:
         return f"<p>{escape(next(iter(lines)))}.</p>"
-    return "\n".join(f"<p>{escape(', '.join(names))}: {escape(line)}.</p>" for line, names in lines.items())
+    return "\n".join(
+        f"<p>{escape(', '.join(names))}: {escape(line)}.</p>" for line, names in lines.items()
+    )
 
 
 def _write_figures(drawn: Sequence[tuple[Picture, Figure, bytes]], folder: Path) -> None:

@@ -12,11 +12,14 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from eepo.reports.lettering import FONT, name_text
+from eepo.reports.labels import FONT, name_text
 from eepo.reports.palette import STAGE_STYLES, looks
-from eepo.reports.runs import Row, Run
+from eepo.reports.records import Row, Run
 
-WIDTH, PANEL_HEIGHT = 5.5, 1.75  # inches: a page's text width, so that text is as large in print as it says here
+WIDTH, PANEL_HEIGHT = (
+    5.5,
+    1.75,
+)  # inches: a page's text width, so that text is as large in print as it says here
 TEXT_SIZE, TITLE_SIZE = 6.5, 7  # points
 STYLE = {
     "font.family": FONT,
@@ -40,7 +43,9 @@ STYLE = {
 }
 
 
-def styled(draw: Callable[[Sequence[Run]], Figure | None]) -> Callable[[Sequence[Run]], Figure | None]:
+def styled(
+    draw: Callable[[Sequence[Run]], Figure | None],
+) -> Callable[[Sequence[Run]], Figure | None]:
     """matplotlib's settings are changed only while `draw` is at work. The layout is settled once, not at every save."""
 
     @functools.wraps(draw)
@@ -56,12 +61,18 @@ def styled(draw: Callable[[Sequence[Run]], Figure | None]) -> Callable[[Sequence
 
 
 def new_panels(
-    number: int, columns: int = 3, height: float = PANEL_HEIGHT, width: float = WIDTH, left: float = 0.0
+    number: int,
+    columns: int = 3,
+    height: float = PANEL_HEIGHT,
+    width: float = WIDTH,
+    left: float = 0.0,
 ) -> tuple[Figure, list[Axes]]:
     """Axes in rows of at most `columns`, one row of legend below. Sizes in inches; `left` stays free before them."""
     columns = min(columns, number)
     rows = -(-number // columns)
-    layout = ConstrainedLayoutEngine(h_pad=0.05, w_pad=0.045, rect=(left / width, 0, 1 - left / width, 1))
+    layout = ConstrainedLayoutEngine(
+        h_pad=0.05, w_pad=0.045, rect=(left / width, 0, 1 - left / width, 1)
+    )
     figure = Figure(figsize=(width, rows * height + 0.35), layout=layout)
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for unused in panels[number:]:
@@ -72,7 +83,9 @@ def new_panels(
 def label_steps(axes: Axes, title: str) -> None:
     axes.set_title(title)
     axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))  # of one step, one tick
+    axes.xaxis.set_major_locator(
+        MaxNLocator(nbins=6, integer=True, min_n_ticks=1)
+    )  # of one step, one tick
 
 
 def label_k(axes: Axes, evaluations: Iterable[Row]) -> None:
@@ -91,7 +104,9 @@ def from_zero(axes: Axes) -> None:
 
 
 def in_percent(axes: Axes, side: str = "y") -> None:
-    getattr(axes, f"{side}axis").set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.4g} %"))
+    getattr(axes, f"{side}axis").set_major_formatter(
+        FuncFormatter(lambda share, _: f"{100 * share:.4g} %")
+    )
 
 
 def method_lines(methods: Iterable[str], markers: bool = False) -> list[Line2D]:
@@ -106,7 +121,11 @@ def method_lines(methods: Iterable[str], markers: bool = False) -> list[Line2D]:
 def stage_lines(runs: Sequence[Run]) -> list[Line2D]:
     """Nothing where all runs have one stage: then there is nothing to tell apart."""
     stages = range(1, len(STAGE_STYLES) + 1)
-    found = [f"stage {stage}" for stage in stages if any(run.series(f"stage{stage}/entropy") for run in runs)]
+    found = [
+        f"stage {stage}"
+        for stage in stages
+        if any(run.series(f"stage{stage}/entropy") for run in runs)
+    ]
     return style_lines(found) if len(found) > 1 else []
 
 
@@ -120,7 +139,9 @@ def style_lines(labels: Sequence[str]) -> list[Line2D]:
 def add_legend(figure: Figure, lines: list[Line2D]) -> None:
     """Below the panels, in as many columns as its longest label leaves room for."""
     longest = max(len(str(line.get_label())) for line in lines)
-    columns = int(figure.get_figwidth() / (0.42 + 0.056 * longest))  # inches: a line's handle, and a character
+    columns = int(
+        figure.get_figwidth() / (0.42 + 0.056 * longest)
+    )  # inches: a line's handle, and a character
     columns = max(1, min(len(lines), columns))
     further = -(-len(lines) // columns) - 1  # rows beyond the one that there is room for
     figure.set_figheight(figure.get_figheight() + 0.15 * further)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from eepo.reports.runs import Row, Run, by_method
+from eepo.reports.records import Row, Run, by_method
 
 MOST_SHOWN, MOST_CHARACTERS = 8, 600
 
@@ -50,7 +50,9 @@ def printable(text: str) -> str:
 def written(text: str) -> str:
     """Text from a model, cut and escaped."""
     cut = text[:MOST_CHARACTERS]
-    rest = f" … ({len(text) - MOST_CHARACTERS} more characters)" if len(text) > MOST_CHARACTERS else ""
+    rest = (
+        f" … ({len(text) - MOST_CHARACTERS} more characters)" if len(text) > MOST_CHARACTERS else ""
+    )
     return escape(printable(cut)) + rest
 
 
@@ -65,7 +67,11 @@ def _fullest_group(rows: Sequence[Row], step: int) -> Group:
 def _group(group: Group) -> str:
     rows = sorted(group.completions, key=lambda row: int(row["stage"]))
     shown = _some_of_each_stage(rows)
-    left_out = f'<p class="caption">{len(rows) - len(shown)} more not shown.</p>' if len(rows) > len(shown) else ""
+    left_out = (
+        f'<p class="caption">{len(rows) - len(shown)} more not shown.</p>'
+        if len(rows) > len(shown)
+        else ""
+    )
     body = "\n".join(
         f"<tr><td>{row['stage']:d}</td><td>{row['reward']:g}</td><td>{'yes' if row['finished'] else 'cut off'}</td>"
         f"<td><pre>{written(str(row['text']))}</pre></td></tr>"
@@ -83,4 +89,6 @@ def _some_of_each_stage(rows: Sequence[Row]) -> list[Row]:
     """At most MOST_SHOWN, shared out evenly, so that a large group does not hide its second stage."""
     stages = sorted({row["stage"] for row in rows})
     share = max(1, MOST_SHOWN // len(stages))
-    return [row for stage in stages for row in [row for row in rows if row["stage"] == stage][:share]]
+    return [
+        row for stage in stages for row in [row for row in rows if row["stage"] == stage][:share]
+    ]

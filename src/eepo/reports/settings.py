@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from eepo.reports.runs import Run, by_method
+from eepo.reports.records import Run, by_method
 
 # What makes runs different runs, and who of them judged the starting policy for all; everything else is a setting.
 EXPECTED = ("name", "training.seed", "evaluation.start")

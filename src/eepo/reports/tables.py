@@ -26,10 +26,18 @@ def table_caption(rows: Sequence[ComparisonRow]) -> str:
         "found for a problem, on average."
     ]
     if any(row.num_seeds > 1 for row in trained):
-        parts.append("Brackets: 95 % t-interval of the mean over seeds; with few seeds it may reach past 0 or 100 %.")
+        parts.append(
+            "Brackets: 95 % t-interval of the mean over seeds; with few seeds it may reach past 0 or 100 %."
+        )
     if any(row.num_seeds == 1 for row in trained):
-        single = "Brackets" if all(row.num_seeds == 1 for row in trained) else "Brackets of methods with one seed"
-        parts.append(f"{single}: 95 % interval over the problems of ONE seed, which is not evidence about methods.")
+        single = (
+            "Brackets"
+            if all(row.num_seeds == 1 for row in trained)
+            else "Brackets of methods with one seed"
+        )
+        parts.append(
+            f"{single}: 95 % interval over the problems of ONE seed, which is not evidence about methods."
+        )
     if any(row.method == START for row in rows):
         parts.append("start: the policy before training; its interval is over problems.")
     return " ".join(parts)
@@ -76,7 +84,9 @@ def _set_table(name: str, rows: Sequence[ComparisonRow]) -> Table:
     measures = _measures(rows)
     table.add_column("method\nseeds", overflow="fold")
     for measure in measures:
-        table.add_column("distinct\ncorrect" if measure == "distinct" else measure, justify="right", no_wrap=True)
+        table.add_column(
+            "distinct\ncorrect" if measure == "distinct" else measure, justify="right", no_wrap=True
+        )
     table.add_column("time\ndrawn", justify="right")
     for row in rows:
         _, method, seeds, *numbers, seconds, completions = cells(row, measures)
@@ -93,7 +103,8 @@ def _two_lines(upper: str, lower: str) -> Text:
 def html_table(rows: Sequence[ComparisonRow]) -> str:
     head = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in headings(rows))
     body = "\n".join(
-        "<tr>" + "".join(_html_cell(cell) for cell in cells(row, _measures(rows))) + "</tr>" for row in rows
+        "<tr>" + "".join(_html_cell(cell) for cell in cells(row, _measures(rows))) + "</tr>"
+        for row in rows
     )
     return (
         f'<div class="wide"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>\n'
@@ -112,7 +123,9 @@ def markdown_table(rows: Sequence[ComparisonRow]) -> str:
     head = headings(rows)
     rule = ["---" if heading in ("set", "method") else "---:" for heading in head]
     lines = [head, rule, *(cells(row, _measures(rows)) for row in rows)]
-    text = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    text = "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
+    )
     return f"{text}\n\n{table_caption(rows)}\n"
 
 

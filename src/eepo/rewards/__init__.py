@@ -21,8 +21,16 @@ from eepo.types import UserError
 if TYPE_CHECKING:
     from eepo.protocols import Reward
 
-OF_TASK = {"countdown": "countdown", "sums": "exact", "dataset": "math", "reasoning_gym": "reasoning_gym"}
-OWN: dict[str, type[Reward]] = {"countdown": CountdownReward, "exact": ExactReward}  # cheap and bounded by themselves
+OF_TASK = {
+    "countdown": "countdown",
+    "sums": "exact",
+    "dataset": "math",
+    "reasoning_gym": "reasoning_gym",
+}
+OWN: dict[str, type[Reward]] = {
+    "countdown": CountdownReward,
+    "exact": ExactReward,
+}  # cheap and bounded by themselves
 OF_TEXTS = ("math", "exact")
 POOLED = {"math": "eepo.rewards.math:judge", "reasoning_gym": "eepo.rewards.reasoning_gym:judge"}
 
@@ -59,8 +67,12 @@ def _check_function(name: str) -> None:
     finally:
         sys.path.pop(0)
     if found is None:
-        raise UserError(f'reward.name = "{name}": there is no module {module} here or in the environment')
+        raise UserError(
+            f'reward.name = "{name}": there is no module {module} here or in the environment'
+        )
     source = Path(found.origin or "")
     text = source.read_text("utf-8", "replace") if source.suffix == ".py" else ""
-    if text and not re.search(rf"\b{function}\b|import \*|__getattr__", text):  # the last two may bring any name
+    if text and not re.search(
+        rf"\b{function}\b|import \*|__getattr__", text
+    ):  # the last two may bring any name
         raise UserError(f'reward.name = "{name}": {source} has no function {function}')

@@ -21,7 +21,9 @@ _TOKEN = re.compile(r"[ \t\r\n]*([0-9]{1,4}(?![0-9])|[-+*/()])", re.ASCII)
 
 class CountdownReward:
     def grade(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Verdict]:
-        return [self._verdict(prompt.answer, text) for prompt, text in zip(prompts, texts, strict=True)]
+        return [
+            self._verdict(prompt.answer, text) for prompt, text in zip(prompts, texts, strict=True)
+        ]
 
     def _verdict(self, problem: Mapping[str, Any], text: str) -> Verdict:
         """The answer is the expression with the order of sums and products settled: 2+3*4 and 4*3+2 are one."""
@@ -135,7 +137,9 @@ def _value_of_sum(terms: _Sum) -> Fraction:
 
 
 def _canonical_sum(terms: _Sum) -> str:
-    return "".join(sorted(("+" if sign > 0 else "-") + text for sign, text in _flat_terms(terms, 1)))
+    return "".join(
+        sorted(("+" if sign > 0 else "-") + text for sign, text in _flat_terms(terms, 1))
+    )
 
 
 def _flat_terms(terms: _Sum, outer: int) -> list[tuple[int, str]]:
@@ -145,7 +149,9 @@ def _flat_terms(terms: _Sum, outer: int) -> list[tuple[int, str]]:
         if len(factors) == 1 and not isinstance(factors[0][1], int):
             flat += _flat_terms(factors[0][1], outer * sign)
         else:
-            texts = sorted(("*" if power > 0 else "/") + text for power, text in _flat_factors(factors, 1))
+            texts = sorted(
+                ("*" if power > 0 else "/") + text for power, text in _flat_factors(factors, 1)
+            )
             flat.append((outer * sign, "".join(texts)))
     return flat
 

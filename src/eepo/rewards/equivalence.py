@@ -33,7 +33,9 @@ _NAME = re.compile(
     r"[A-Za-z](?:_\w|_\{[^{}]{1,15}\})?(?:\([A-Za-z, ]{1,10}\))?|\\[A-Za-z]+(?:_\w)?(?: ?[A-Z]){0,3}|[A-Z]{2,4}"
     r"|[a-z]\^\{-1\}\([a-z]\)|\([A-Za-z](?:_\w)?(?:, ?[A-Za-z](?:_\w)?){1,4}\)"
 )
-_MATRIX = re.compile(r"\\begin\{(?:[pbB]|small)?(?:matrix|array)\}(?:\{[lcr|]+\})?(.*)\\end\{\w+\}", re.DOTALL)
+_MATRIX = re.compile(
+    r"\\begin\{(?:[pbB]|small)?(?:matrix|array)\}(?:\{[lcr|]+\})?(.*)\\end\{\w+\}", re.DOTALL
+)
 _LABEL = re.compile(r"\\text\{\s*\(?([A-E])\)?[.:]?\s*\}\s*(?=[^\s_^+*/=<>-]|-\d)")
 
 
@@ -55,7 +57,17 @@ def _same(gold: str, answer: str, depth: int) -> str | None:
         return "same text"
     if depth > MAX_DEPTH or not answer:
         return None
-    for rule in (_labels, _bases, _quantities, _assignments, _unions, _lists, _matrices, _bracketed, _words):
+    for rule in (
+        _labels,
+        _bases,
+        _quantities,
+        _assignments,
+        _unions,
+        _lists,
+        _matrices,
+        _bracketed,
+        _words,
+    ):
         decided = rule(gold, answer, depth)
         if decided is not None:
             return decided or None
@@ -102,11 +114,16 @@ def _assignments(gold: str, answer: str, depth: int) -> str | None:
     """`x = 3` is 3, `x \\in S` is S, `2/3 \\approx 0.67` is 2/3, where the other side does not say otherwise."""
     for sign in (_ABOUT, _MEMBER, _EQUALS):
         one, other = ([part for part in split(text, sign) if part] for text in (gold, answer))
-        lists = sign is not _MEMBER and (len(split(gold, _COMMA)) > 1 or len(split(answer, _COMMA)) > 1)
+        lists = sign is not _MEMBER and (
+            len(split(gold, _COMMA)) > 1 or len(split(answer, _COMMA)) > 1
+        )
         if [one, other] == [[gold], [answer]] or not one or not other or lists:
             continue
         if len(one) == len(other) > 1:
-            same_left = all(squeeze(left) == squeeze(right) for left, right in zip(one[:-1], other[:-1], strict=True))
+            same_left = all(
+                squeeze(left) == squeeze(right)
+                for left, right in zip(one[:-1], other[:-1], strict=True)
+            )
             return _same(one[-1], other[-1], depth + 1) or "" if same_left else None
         golds, answers = _meant(one, sign, depth, named=True), _meant(other, sign, depth)
         matches = [_same(left, right, depth + 1) for left in golds for right in answers]
@@ -125,7 +142,9 @@ def _meant(parts: list[str], sign: re.Pattern[str], depth: int, named: bool = Fa
         return [] if others else [last]
     if sign is _ABOUT:
         return [*others, last] if all(_rounds_to(part, last) for part in others) else []
-    true = all((not named and has_variables(part)) or _same(part, last, depth + 1) for part in others)
+    true = all(
+        (not named and has_variables(part)) or _same(part, last, depth + 1) for part in others
+    )
     return [last] if true else []
 
 
@@ -155,7 +174,11 @@ def _lists(gold: str, answer: str, depth: int) -> str | None:
         for other in right:
             if (len(one) > 1 or len(other) > 1) and _match_any_order(one, other, depth):
                 return "same elements"
-            if len(one) == len(other) == 1 and [*one, *other] != [gold, answer] and _same(one[0], other[0], depth + 1):
+            if (
+                len(one) == len(other) == 1
+                and [*one, *other] != [gold, answer]
+                and _same(one[0], other[0], depth + 1)
+            ):
                 return "same number"
     return _tuple_without_brackets(gold, answer, depth)
 
@@ -168,7 +191,11 @@ def _tuple_without_brackets(gold: str, answer: str, depth: int) -> str:
         texts.append(inner[1] if inner and inner[0] == "()" else text)
     if texts == [gold, answer]:
         return ""
-    return "same elements" if _match_in_order(split(texts[0], _COMMA), split(texts[1], _COMMA), depth) else ""
+    return (
+        "same elements"
+        if _match_in_order(split(texts[0], _COMMA), split(texts[1], _COMMA), depth)
+        else ""
+    )
 
 
 def _readings(text: str) -> Iterator[list[str]]:
@@ -207,7 +234,10 @@ def _match_any_order(one: list[str], other: list[str], depth: int) -> bool:
         return False
     left = list(other)
     for element in one:
-        partner = next((place for place, rival in enumerate(left) if _same_element(element, rival, depth)), None)
+        partner = next(
+            (place for place, rival in enumerate(left) if _same_element(element, rival, depth)),
+            None,
+        )
         if partner is None:
             return False
         del left[partner]
@@ -237,7 +267,11 @@ def _matrices(gold: str, answer: str, depth: int) -> str | None:
         return "same vector" if _match_in_order(vector, split(inner[1], _COMMA), depth) else ""
     if len(one) != len(other):
         return ""
-    return "same matrix" if all(_match_in_order(*rows, depth) for rows in zip(one, other, strict=True)) else ""
+    return (
+        "same matrix"
+        if all(_match_in_order(*rows, depth) for rows in zip(one, other, strict=True))
+        else ""
+    )
 
 
 def _as_vector(rows: list[list[str]]) -> list[str] | None:
@@ -251,7 +285,9 @@ def _rows(text: str) -> list[list[str]] | None:
     match = _MATRIX.fullmatch(text.strip())
     if match is None:
         return None
-    return [[cell.strip() for cell in row.split("&")] for row in match[1].strip(" ⏎").split(ROW.strip())]
+    return [
+        [cell.strip() for cell in row.split("&")] for row in match[1].strip(" ⏎").split(ROW.strip())
+    ]
 
 
 def _bracketed(gold: str, answer: str, depth: int) -> str | None:
@@ -261,7 +297,9 @@ def _bracketed(gold: str, answer: str, depth: int) -> str | None:
         return None
     many = [inner is not None and len(split(inner[1], _COMMA)) > 1 for inner in (one, other)]
     if one and other and any(many):
-        fits = one[0] == other[0] and _match_in_order(split(one[1], _COMMA), split(other[1], _COMMA), depth)
+        fits = one[0] == other[0] and _match_in_order(
+            split(one[1], _COMMA), split(other[1], _COMMA), depth
+        )
         return "same elements" if fits else ""
     if any(many):
         return None if _RELATION.search(gold) or _RELATION.search(answer) else ""
@@ -290,7 +328,9 @@ def _is_words(text: str) -> bool:
 
 def _letters(text: str) -> str:
     """What is said, with the sign and the point of a number."""
-    bare = re.sub(r"\b(?:option|choice|answer)\b", "", text.replace(r"\text", ""), flags=re.IGNORECASE)
+    bare = re.sub(
+        r"\b(?:option|choice|answer)\b", "", text.replace(r"\text", ""), flags=re.IGNORECASE
+    )
     kept = re.sub(r"(?![-.]\d)[^A-Za-z0-9:]", "", bare)
     return kept if len(kept) == 1 else kept.lower()
 

@@ -10,7 +10,9 @@ from eepo.types import Prompt, Verdict
 
 class ExactReward:
     def grade(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Verdict]:
-        return [_verdict(str(prompt.answer), text) for prompt, text in zip(prompts, texts, strict=True)]
+        return [
+            _verdict(str(prompt.answer), text) for prompt, text in zip(prompts, texts, strict=True)
+        ]
 
 
 def _verdict(gold: str, text: str) -> Verdict:
@@ -18,7 +20,11 @@ def _verdict(gold: str, text: str) -> Verdict:
     if answer is None:
         return Verdict(0.0, None, "no answer found")
     given = normal(answer)
-    return Verdict(1.0, given, "same text") if given == normal(gold) else Verdict(0.0, given, "different")
+    return (
+        Verdict(1.0, given, "same text")
+        if given == normal(gold)
+        else Verdict(0.0, given, "different")
+    )
 
 
 def normal(text: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from eepo.boxed import MAX_ANSWER, last_boxed
+from eepo.rewards.boxed import MAX_ANSWER, last_boxed
 
 MAX_BARE = 100  # characters of a completion that is nothing but its answer
 
@@ -17,7 +17,9 @@ _MARK = re.compile(
     r"|\bfinal answer\**[ \t]{0,5}\n\s{0,5}",
     re.IGNORECASE,
 )
-_INSIDE = re.compile(r"(?:\\text\s*\{)?\s*(?:the\s+)?(?:final\s+)?answer\s*(?:is\b|[:=])\s*\}?", re.IGNORECASE)
+_INSIDE = re.compile(
+    r"(?:\\text\s*\{)?\s*(?:the\s+)?(?:final\s+)?answer\s*(?:is\b|[:=])\s*\}?", re.IGNORECASE
+)
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\*\*|,?\s+(?:since|because|as|so|which|where|when)\b|\n")
 _FRAMES = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 
@@ -31,7 +33,11 @@ def final_answer(text: str) -> str | None:
         answer = text
     if answer is None or len(answer) > MAX_ANSWER:
         return None
-    return _INSIDE.sub("", answer.strip(), count=1).strip() if _INSIDE.match(answer.strip()) else answer.strip() or None
+    return (
+        _INSIDE.sub("", answer.strip(), count=1).strip()
+        if _INSIDE.match(answer.strip())
+        else answer.strip() or None
+    )
 
 
 def _last_stated(text: str) -> str | None:

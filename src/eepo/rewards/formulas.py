@@ -20,7 +20,9 @@ from sympy.core.relational import Relational
 
 from eepo.rewards.latex import ROW, nesting
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # its time-outs are off: the worker's kernel timer is ours
+logging.getLogger("math_verify").setLevel(
+    logging.ERROR
+)  # its time-outs are off: the worker's kernel timer is ours
 
 MAX_CHARACTERS = 500  # of a formula: the parser's time grows faster than its length
 MAX_NESTING = 20  # and doubles with every bracket in a bracket
@@ -28,9 +30,7 @@ NUM_POINTS = 10  # at which two formulas are compared
 DIGITS = 50
 STEPS = (floor, ceiling, Mod)
 
-_FUNCTIONS = (
-    "arcsin|arccos|arctan|sinh|cosh|tanh|sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|gcd|lcm|min|max|mod|pi|deg|det"
-)
+_FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|gcd|lcm|min|max|mod|pi|deg|det"
 _PYTHON = re.compile(rf"\b(?:np|math|sp|sympy)\.|(?<![\\A-Za-z])({_FUNCTIONS})(?![A-Za-z])")
 _PYTHON_ROOT = re.compile(r"\\sqrt\s*\(([^()]*)\)")
 _PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{4,}")  # no product of variables is written like this
@@ -39,7 +39,12 @@ _DEGREES = re.compile(r"(\d+(?:\.\d+)?|[A-Za-z]|\\[A-Za-z]+)\s*\^\\circ")
 _PARSING = [
     LatexExtractionConfig(
         normalization_config=NormalizationConfig(
-            basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
+            basic_latex=True,
+            units=False,
+            malformed_operators=True,
+            nits=True,
+            boxed="none",
+            equations=False,
         )
     )
 ]
@@ -58,7 +63,9 @@ def same_formula(gold: str, answer: str) -> bool:
         raise Unparsable
     decided = _same_value(expected, given)
     if decided is None:
-        decided = verify(expected, given, float_rounding=12, timeout_seconds=None, allow_set_relation_comp=True)
+        decided = verify(
+            expected, given, float_rounding=12, timeout_seconds=None, allow_set_relation_comp=True
+        )
     return decided
 
 
@@ -80,19 +87,27 @@ def parsed(text: str) -> Any:
     """A SymPy object, or None. Real variables, and i is the imaginary unit."""
     if len(text) > MAX_CHARACTERS or nesting(text) > MAX_NESTING or _APART.search(text):
         return None
-    text = _PYTHON.sub(lambda match: "\\" + match[1] + " " if match[1] else "", text.replace(ROW.strip(), r"\\"))
+    text = _PYTHON.sub(
+        lambda match: "\\" + match[1] + " " if match[1] else "", text.replace(ROW.strip(), r"\\")
+    )
     if _PROSE.search(re.sub(r"\\(?:text|begin|end|mathbb|operatorname)\s*\{[^{}]*\}", "", text)):
         return None
     text = _PYTHON_ROOT.sub(r"\\sqrt{\1}", text)
     text = _DEGREES.sub(r"\\left(\\frac{\1 \\pi}{180}\\right)", text)
-    text = re.sub(r"\^\s*-\s*(\w)", r"^{-\1}", text.replace("∪", r"\cup ").replace("**", "^").replace("*", r" \cdot "))
+    text = re.sub(
+        r"\^\s*-\s*(\w)",
+        r"^{-\1}",
+        text.replace("∪", r"\cup ").replace("**", "^").replace("*", r" \cdot "),
+    )
     found = parse(f"${text}$", _PARSING, fallback_mode="no_fallback", parsing_timeout=None)
     return _with_real_variables(found[0]) if found else None
 
 
 def _with_real_variables(formula: Any) -> Any:
     symbols: set[Symbol] = getattr(formula, "free_symbols", set())
-    return formula.xreplace({old: I if old.name == "i" else Symbol(old.name, real=True) for old in symbols})
+    return formula.xreplace(
+        {old: I if old.name == "i" else Symbol(old.name, real=True) for old in symbols}
+    )
 
 
 def _same_value(gold: Any, answer: Any) -> bool | None:
@@ -121,7 +136,11 @@ def _close(left: Any, right: Any, gap: Any, exact: bool) -> bool:
     size = max(abs(left), abs(right))
     if exact:
         return bool(abs(gap) <= 1e-40 * max(size, 1e-20))
-    whole = any(value.is_real and abs(value - round(value)) < 1e-30 for value in (left, right) if abs(value) > 1)
+    whole = any(
+        value.is_real and abs(value - round(value)) < 1e-30
+        for value in (left, right)
+        if abs(value) > 1
+    )
     return bool(abs(gap) <= (1e-12 if whole else 1e-6) * size)
 
 
@@ -132,7 +151,9 @@ def _proportional(gold: Expr, answer: Expr) -> bool | None:
     ratios = [left / right for left, right, _ in _values(gold, answer) if right != 0]
     if len(ratios) < 2:
         return None
-    return ratios[0] != 0 and all(abs(ratio - ratios[0]) <= 1e-15 * abs(ratios[0]) for ratio in ratios)
+    return ratios[0] != 0 and all(
+        abs(ratio - ratios[0]) <= 1e-15 * abs(ratios[0]) for ratio in ratios
+    )
 
 
 def _values(gold: Expr, answer: Expr) -> Iterator[tuple[Any, Any, Any]]:
@@ -147,7 +168,9 @@ def _values(gold: Expr, answer: Expr) -> Iterator[tuple[Any, Any, Any]]:
         point = {symbol: _coordinate(rng, place, steps) for symbol in symbols}
         found = [_number(formula.subs(point)) for formula in (gold, answer, gold - answer)]
         real = all(value is not None and value.is_real for value in found)
-        if real or (all(value is not None for value in found) and all(value > 0 for value in point.values())):
+        if real or (
+            all(value is not None for value in found) and all(value > 0 for value in point.values())
+        ):
             yield found[0], found[1], found[2]
 
 

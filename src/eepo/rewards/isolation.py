@@ -22,10 +22,14 @@ from typing import Any
 from eepo.config import RewardConfig
 from eepo.types import Prompt, UserError, Verdict
 
-MAX_TEXT = 100_000  # characters of a completion that are read, from its end: the answer stands there
+MAX_TEXT = (
+    100_000  # characters of a completion that are read, from its end: the answer stands there
+)
 MAX_WORKERS = 8  # by default
 IDLE = 0  # the number of no item: a child that waits for one
-BLOCKED_SECONDS = 60.0  # of wall-clock without an answer, beyond 20 times the CPU limit: it waits for nothing
+BLOCKED_SECONDS = (
+    60.0  # of wall-clock without an answer, beyond 20 times the CPU limit: it waits for nothing
+)
 
 
 class PooledReward:
@@ -39,7 +43,10 @@ class PooledReward:
         self._lock = threading.Lock()
 
     def grade(
-        self, prompts: Sequence[Prompt], texts: Sequence[str], progress: Callable[[int], None] = lambda done: None
+        self,
+        prompts: Sequence[Prompt],
+        texts: Sequence[str],
+        progress: Callable[[int], None] = lambda done: None,
     ) -> list[Verdict]:
         """In order. A pair that occurs twice is graded once: collapsed policies repeat themselves."""
         answers = [json.dumps(prompt.answer) for prompt in prompts]
@@ -51,7 +58,9 @@ class PooledReward:
         with self._lock:
             try:
                 verdicts = self._run(distinct, lambda place: progress(counts[distinct[place]]))
-            except BaseException:  # a worker with an item in flight would answer into the next batch
+            except (
+                BaseException
+            ):  # a worker with an item in flight would answer into the next batch
                 self.close()
                 raise
         found = dict(zip(distinct, verdicts, strict=True))
@@ -134,7 +143,9 @@ class _Worker:
         reply = self._line()
         while reply and reply.get("item") != self._serial:
             self._ready = True
-            if "died" in reply and reply["item"] == IDLE:  # perhaps with our request half read; answered twice, no harm
+            if (
+                "died" in reply and reply["item"] == IDLE
+            ):  # perhaps with our request half read; answered twice, no harm
                 self._write()
             if b"\n" not in self._buffer:
                 return None
@@ -142,7 +153,9 @@ class _Worker:
         if reply is None:
             return self._lost()
         if "error" in reply:
-            raise UserError(f'reward.name = "{self.judge}" failed on a completion: {reply["error"]}')
+            raise UserError(
+                f'reward.name = "{self.judge}" failed on a completion: {reply["error"]}'
+            )
         if "died" in reply:
             return _unanswered(reply["died"])
         return Verdict(reply["reward"], reply["answer"], reply["reason"])
@@ -162,7 +175,9 @@ class _Worker:
     def _lost(self) -> Verdict:
         """The whole process is gone, not just its child."""
         if not self._ready:
-            raise UserError(f'reward.name = "{self.judge}": its process did not start; its error stands above')
+            raise UserError(
+                f'reward.name = "{self.judge}": its process did not start; its error stands above'
+            )
         self.stop()
         self._start()
         return _unanswered("crashed")

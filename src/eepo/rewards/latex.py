@@ -12,8 +12,12 @@ _SPACES = re.compile(
     r"\\(?:[,;:! ]|q?quad(?![A-Za-z])|hspace\{[^{}]*\}|displaystyle|textstyle|phantom|allowbreak)|~|\s+"
 )
 _THIN = re.compile(r"(?<=\d)(?:,\\!|\{,\}|\\,|\\!,?)(?=\d)")
-_FONTS = re.compile(r"\\(?:mathbf|mathit|mathsf|mathcal|boldsymbol|bm|operatorname\*?|mathop|ensuremath|boxed|fbox)\b")
-_TEXT = re.compile(r"\\(?:mbox|mathrm|textbf|textit|textrm|textnormal|texttt|rm|hbox|text)\s*(?=\{)")
+_FONTS = re.compile(
+    r"\\(?:mathbf|mathit|mathsf|mathcal|boldsymbol|bm|operatorname\*?|mathop|ensuremath|boxed|fbox)\b"
+)
+_TEXT = re.compile(
+    r"\\(?:mbox|mathrm|textbf|textit|textrm|textnormal|texttt|rm|hbox|text)\s*(?=\{)"
+)
 _UPRIGHT = re.compile(r"\\mathrm\s*\{\s*([ied])\s*\}")  # constants and differentials, not units
 _COLOURS = re.compile(r"\\(?:text)?color\s*\{[^{}]*\}")
 _SCALE = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
@@ -52,12 +56,16 @@ _SIGNS = str.maketrans(
         "½": r"\frac{1}{2}", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ",
     }
 )  # fmt: skip
-_NAME = re.compile("|".join(rf"{re.escape(name)}(?![A-Za-z])" for name in sorted(_NAMES, key=len, reverse=True)))
+_NAME = re.compile(
+    "|".join(rf"{re.escape(name)}(?![A-Za-z])" for name in sorted(_NAMES, key=len, reverse=True))
+)
 
 
 def plain(text: str) -> str:
     r"""One spelling for what LaTeX writes in many: fractions, spaces, sizes, fonts, frames. Keeps `\$` and `\text`."""
-    text = re.sub(r"√\s*(\d+|[A-Za-z])", r"\\sqrt{\1}", text).translate(_SIGNS).replace("√", r"\sqrt ")
+    text = (
+        re.sub(r"√\s*(\d+|[A-Za-z])", r"\\sqrt{\1}", text).translate(_SIGNS).replace("√", r"\sqrt ")
+    )
     text = _FRAMES.sub(" ", text.replace("\\\\", ROW))
     text = _THIN.sub("", text)
     text = _SIZES.sub("", text)
@@ -82,14 +90,20 @@ def _whole(text: str) -> str:
         text = match[1].strip(" .,;:")
     if match := re.fullmatch(r"\\\{ ?[A-Za-z](?: ?\\in ?\S+)? ?(?:\\mid|\||:) ?(.*?) ?\\\}", text):
         text = match[1]
-    text = re.sub(r"\\mathbb ?(?:\{R\}|R)|\\text\{ ?(?:all )?real numbers ?\}", lambda _: r"(-\infty,\infty)", text)
+    text = re.sub(
+        r"\\mathbb ?(?:\{R\}|R)|\\text\{ ?(?:all )?real numbers ?\}",
+        lambda _: r"(-\infty,\infty)",
+        text,
+    )
     return r"\emptyset" if re.fullmatch(r"\\\{ ?\\\}", text) else text
 
 
 def squeeze(text: str) -> str:
     """Without spaces, but for one between two digits or two letters, where it means something."""
     return re.sub(
-        r"(?<![0-9A-Za-z]) | (?![0-9A-Za-z])", "", re.sub(r"(?<=[A-Za-z]) (?=\d)|(?<=\d) (?=[A-Za-z])", "", text)
+        r"(?<![0-9A-Za-z]) | (?![0-9A-Za-z])",
+        "",
+        re.sub(r"(?<=[A-Za-z]) (?=\d)|(?<=\d) (?=[A-Za-z])", "", text),
     )
 
 
@@ -115,7 +129,11 @@ def split(text: str, separator: re.Pattern[str]) -> list[str]:
 def brackets(text: str) -> tuple[str, str] | None:
     r"""The outermost pair, such as "(]" or "\{\}", and what it holds; None if the text is not one bracket."""
     for opened, closed in ((r"\{", r"\}"), (r"\langle", r"\rangle")):
-        if text.startswith(opened) and text.endswith(closed) and _closes_last(text[len(opened) : -len(closed)]):
+        if (
+            text.startswith(opened)
+            and text.endswith(closed)
+            and _closes_last(text[len(opened) : -len(closed)])
+        ):
             return opened + closed, text[len(opened) : -len(closed)].strip()
     if len(text) >= 2 and text[0] in "([" and text[-1] in ")]" and _closes_last(text[1:-1]):
         return text[0] + text[-1], text[1:-1].strip()

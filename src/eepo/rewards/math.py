@@ -7,7 +7,7 @@ from typing import Any
 from mpmath.libmp import NoConvergence
 from sympy.polys.polyerrors import BasePolynomialError
 
-from eepo.boxed import last_boxed
+from eepo.rewards.boxed import last_boxed
 from eepo.rewards.equivalence import Unparsable, canonical, same_answer
 from eepo.rewards.extraction import final_answer
 from eepo.types import Verdict
@@ -29,4 +29,8 @@ def judge(gold: Any, text: str) -> Verdict:
         match = same_answer(gold, answer)
     except (Unparsable, *SYMPY_RAISES):
         return Verdict(0.0, canonical(answer), "unparsable")
-    return Verdict(1.0, canonical(gold), match) if match else Verdict(0.0, canonical(answer), "different")
+    return (
+        Verdict(1.0, canonical(gold), match)
+        if match
+        else Verdict(0.0, canonical(answer), "different")
+    )

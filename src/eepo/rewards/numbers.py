@@ -18,9 +18,13 @@ _DECIMAL = r"(?:\d{1,3}(?:[, ]\d{3})+|\d+)?(?:\.\d*)?"
 _POWER = r"(?:\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*\{?\s*([-+]?\d{1,4})\s*\}?|[eE]([-+]?\d{1,4}))"
 _SIGNED = re.compile(rf"\s*([-+]?)\s*({_DECIMAL}){_POWER}?\s*", re.ASCII)
 _TEN_POWER = re.compile(r"\s*([-+]?)\s*10\s*\^\s*\{?\s*([-+]?\d{1,4})\s*\}?\s*", re.ASCII)
-_FRACTION = re.compile(r"\s*([-+]?)\s*(\d{0,9})\s*\\frac\s*\{([^{}]+)\}\s*\{([^{}]+)\}\s*", re.ASCII)
+_FRACTION = re.compile(
+    r"\s*([-+]?)\s*(\d{0,9})\s*\\frac\s*\{([^{}]+)\}\s*\{([^{}]+)\}\s*", re.ASCII
+)
 _MIXED = re.compile(r"\s*([-+]?)\s*(\d{1,9})\s+(\d{1,9})\s*/\s*([1-9]\d{0,8})\s*", re.ASCII)
-_REPEATING = re.compile(r"\s*([-+]?)\s*(\d{0,20})\.(\d{0,20})\\(?:overline|bar)\s*\{?\s*(\d{1,20})\s*\}?\s*", re.ASCII)
+_REPEATING = re.compile(
+    r"\s*([-+]?)\s*(\d{0,20})\.(\d{0,20})\\(?:overline|bar)\s*\{?\s*(\d{1,20})\s*\}?\s*", re.ASCII
+)
 _BASE = re.compile(
     r"\(?\s*(-?[0-9A-Za-z]+(?:\.[0-9A-Za-z]+)?)\s*\)?\s*_\s*\{?\s*(?:\\text\{\s*)?(?:base\s*\}?\s*)?(\d{1,2}|[a-z]+)\s*\}?\s*\}?",
     re.ASCII,
@@ -34,7 +38,9 @@ _BASE_NAMES = {
 @dataclass(frozen=True)
 class Number:
     value: Fraction
-    places: int | None = None  # decimals as written; None: an exact form (a whole number, a fraction)
+    places: int | None = (
+        None  # decimals as written; None: an exact form (a whole number, a fraction)
+    )
 
     def same(self, other: Number) -> bool:
         if self.value == other.value:
@@ -72,7 +78,9 @@ def read_decimal(text: str) -> Number | None:
     digits = match[2].replace(",", "").replace(" ", "")
     whole, point, decimals = digits.partition(".")
     value = Fraction(int((whole or "0") + decimals), 10 ** len(decimals))
-    number = Number(-value if match[1] == "-" else value, len(decimals) if point and decimals else None)
+    number = Number(
+        -value if match[1] == "-" else value, len(decimals) if point and decimals else None
+    )
     exponent = match[3] or match[4]
     return _scaled(number, int(exponent)) if exponent else number
 

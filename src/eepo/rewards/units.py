@@ -67,7 +67,9 @@ _SPELLINGS = {
 }
 _KNOWN = {word: unit for unit, words in _SPELLINGS.items() for word in [unit, *words.split()]}
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
-_BARE_WORDS = "|".join(sorted((word for word in _KNOWN if len(word) > 1 and word.isalpha()), key=len, reverse=True))
+_BARE_WORDS = "|".join(
+    sorted((word for word in _KNOWN if len(word) > 1 and word.isalpha()), key=len, reverse=True)
+)
 # Words that say more than a unit: with one of them, what stands after a number is not dropped.
 _SAYS_MORE = re.compile(
     r"\b(?:or|and|not|no|times|plus|minus|over|is|are|was|if|than|hundred|thousand|million|billion|dozen|half|to)\b"
@@ -92,8 +94,15 @@ def split_unit(text: str) -> tuple[str, str | None]:
         return dollars[1] + stripped[dollars.end() :], "$"
     for match in _AFTER.finditer(stripped):
         body = stripped[: match.start()].rstrip()
-        if match.end() == len(stripped) and body and body[-1] in "0123456789})i" and (unit := _name(match)):
-            angle = unit.startswith("deg") and _ANGLE.search(body)  # the degrees of sin 60° are not those of its value
+        if (
+            match.end() == len(stripped)
+            and body
+            and body[-1] in "0123456789})i"
+            and (unit := _name(match))
+        ):
+            angle = unit.startswith("deg") and _ANGLE.search(
+                body
+            )  # the degrees of sin 60° are not those of its value
             return (text, None) if angle else (body, unit)
     return text, None
 

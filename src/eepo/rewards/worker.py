@@ -64,17 +64,23 @@ def as_verdict(result: Any, text: str) -> Verdict:
     return Verdict(reward, text.strip() or None, "")
 
 
-def _serve(judge: Callable[[Any, str], Any], cpu_seconds: float, current: mmap.mmap, replies: int) -> None:
+def _serve(
+    judge: Callable[[Any, str], Any], cpu_seconds: float, current: mmap.mmap, replies: int
+) -> None:
     """Grade items until the input ends. Never returns: a forked child must not run its parent's code."""
     lines = os.fdopen(0, "rb", closefd=False)
     try:
         while line := lines.readline():
             try:
                 item, answer, text = json.loads(line)
-            except ValueError:  # the end of a request that a killed child had begun to read; it is sent again
+            except (
+                ValueError
+            ):  # the end of a request that a killed child had begun to read; it is sent again
                 continue
             current[:] = struct.pack("q", item)
-            signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # SIGPROF's default action ends the process
+            signal.setitimer(
+                signal.ITIMER_PROF, cpu_seconds
+            )  # SIGPROF's default action ends the process
             reply = _judged(judge, answer, text)
             signal.setitimer(signal.ITIMER_PROF, 0)
             current[:] = struct.pack("q", IDLE)
@@ -109,7 +115,9 @@ def _limit_memory(memory_mb: int) -> None:
 def _cause(status: int) -> str:
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
         return "time-out"
-    killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL  # by the kernel, short of memory
+    killed = (
+        os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    )  # by the kernel, short of memory
     swollen = os.WIFEXITED(status) and os.WEXITSTATUS(status) == OUT_OF_MEMORY
     return "out of memory" if killed or swollen else "crashed"
 

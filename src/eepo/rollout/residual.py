@@ -26,7 +26,9 @@ def add_product(residual: Tensor, x: Tensor, weight: Tensor) -> None:
 
 def add_in_products(graph: Graph) -> None:
     """`(a + b) + x @ weight` as `add_product` to another `a + b`. Graphs know no mutation; torch spares the copy."""
-    for total in [node for node in graph.nodes if node.target is aten.add.Tensor and not node.kwargs]:
+    for total in [
+        node for node in graph.nodes if node.target is aten.add.Tensor and not node.kwargs
+    ]:
         for residual, product in (total.args, total.args[::-1]):
             factors = _factors_of(product)
             if factors and _is_sum(residual) and _alike(residual, product):

@@ -18,7 +18,9 @@ def tokens_with(stop: str, tokenizer: Any) -> list[int]:
         return []
     found = [token for token in range(len(tokenizer)) if stop in tokenizer.decode([token])]
     if not found:
-        raise UserError(f"rollout.stop = {stop!r}: no token of the model's vocabulary holds this text")
+        raise UserError(
+            f"rollout.stop = {stop!r}: no token of the model's vocabulary holds this text"
+        )
     return found
 
 
@@ -28,5 +30,7 @@ def eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
     ends = [*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id]
     found = sorted({end for end in ends if end is not None})
     if not found:
-        raise UserError("model: neither its generation config nor its tokenizer names an end-of-sequence token")
+        raise UserError(
+            "model: neither its generation config nor its tokenizer names an end-of-sequence token"
+        )
     return found

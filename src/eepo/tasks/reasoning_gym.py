@@ -11,8 +11,8 @@ import random
 from functools import cached_property, lru_cache
 from typing import Any
 
-from eepo import gym
 from eepo.config import ReasoningGymConfig
+from eepo.rewards import gym_datasets
 from eepo.tasks.templates import render
 from eepo.types import Prompt, UserError
 
@@ -23,8 +23,8 @@ MAX_DRAWS = 100  # entries tried for one place before the data set is called too
 class ReasoningGym:
     def __init__(self, config: ReasoningGymConfig, tokenizer: Any, order_seed: int = 0) -> None:
         """`order_seed` is the run's: which problems come. Evaluation never moves."""
-        gym.check(config.dataset)
-        gym.package()
+        gym_datasets.check(config.dataset)
+        gym_datasets.package()
         self.config = config
         self.tokenizer = tokenizer
         self.order_seed = order_seed
@@ -39,7 +39,9 @@ class ReasoningGym:
     def evaluation_sets(self) -> dict[str, list[Prompt]]:
         entries = self._evaluation_entries
         return {
-            self.config.dataset: [self._prompt(f"evaluation/{index}", entry) for index, entry in enumerate(entries)]
+            self.config.dataset: [
+                self._prompt(f"evaluation/{index}", entry) for index, entry in enumerate(entries)
+            ]
         }
 
     def demonstrations(self, first: int, count: int) -> list[tuple[Prompt, str]]:
@@ -47,13 +49,20 @@ class ReasoningGym:
         pairs = []
         for position in range(first, first + count):
             entry = self._draw("demonstration", position, self._held_out)
-            pairs.append((self._prompt(f"demonstration/{position}", entry), f"\\boxed{{{entry['answer']}}}"))
+            pairs.append(
+                (self._prompt(f"demonstration/{position}", entry), f"\\boxed{{{entry['answer']}}}")
+            )
         return pairs
 
     def _prompt(self, name: str, entry: dict[str, Any]) -> Prompt:
         text, token_ids = render(entry["question"], self.config.template, self.tokenizer)
         answer = {"dataset": self.config.dataset, "entry": entry}
-        return Prompt(id=f"reasoning_gym/{self.config.dataset}/{name}", text=text, token_ids=token_ids, answer=answer)
+        return Prompt(
+            id=f"reasoning_gym/{self.config.dataset}/{name}",
+            text=text,
+            token_ids=token_ids,
+            answer=answer,
+        )
 
     @cached_property
     def _evaluation_entries(self) -> list[dict[str, Any]]:
@@ -85,9 +94,9 @@ class ReasoningGym:
 
 def _entry(name: str, seed: str, index: int) -> dict[str, Any]:
     """Through JSON, as the grading process will see it: tuples are lists there, and fractions text."""
-    return json.loads(json.dumps(gym.entry_at(_chunk(name, seed), index), default=str))
+    return json.loads(json.dumps(gym_datasets.entry_at(_chunk(name, seed), index), default=str))
 
 
 @lru_cache(maxsize=8)  # evaluation, training, and a substitute's between them
 def _chunk(name: str, seed: str) -> Any:
-    return gym.open_dataset(name, CHUNK, random.Random(seed).getrandbits(31))
+    return gym_datasets.open_dataset(name, CHUNK, random.Random(seed).getrandbits(31))

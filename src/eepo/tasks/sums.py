@@ -53,8 +53,13 @@ class Sums:
         if not self.config.num_train:
             name = draw = f"train/{self.order_seed}/{position}"
         else:
-            epoch, index = place(position, self.config.num_train, f"{self.config.seed}/{self.order_seed}")
-            name, draw = f"train/{epoch}/{index}", f"train/{index}"  # ids are unique where a step crosses two epochs
+            epoch, index = place(
+                position, self.config.num_train, f"{self.config.seed}/{self.order_seed}"
+            )
+            name, draw = (
+                f"train/{epoch}/{index}",
+                f"train/{index}",
+            )  # ids are unique where a step crosses two epochs
         return self._prompt(name, self._draw(draw, self._trained, self._held_out))
 
     def _prompt(self, name: str, terms: Terms) -> Prompt:

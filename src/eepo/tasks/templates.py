@@ -17,7 +17,9 @@ def render(problem_text: str, template: str, tokenizer: Any) -> tuple[str, tuple
         special = False  # the chat template writes all of them, a beginning-of-sequence token too
     else:
         text = (BOXED if template == "boxed" else template).replace("{problem}", problem_text)
-        special = not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))  # never two of them
+        special = not (
+            tokenizer.bos_token and text.startswith(tokenizer.bos_token)
+        )  # never two of them
     # verbose=False: a prompt over the limit is counted and left out, which is no reason to warn of indexing errors
     return text, tuple(tokenizer(text, add_special_tokens=special, verbose=False).input_ids)
 

@@ -38,12 +38,21 @@ def stage_1_entropies(stock: VerlRun) -> tuple[float, float]:
 
 
 @pytest.fixture(scope="session")
-def eepo(model: Path, stage_1_entropies: tuple[float, float], tmp_path_factory: pytest.TempPathFactory) -> VerlRun:
+def eepo(
+    model: Path, stage_1_entropies: tuple[float, float], tmp_path_factory: pytest.TempPathFactory
+) -> VerlRun:
     """A step gate between the two entropies: shut in step 1, open in step 2, if it remembers step 1."""
     first, second = stage_1_entropies
     threshold = (first + (first + second) / 2) / 2
-    knobs = ["eepo.gate=step", f"eepo.gate_threshold={threshold}", "eepo.gate_window=2", "eepo.unlearn_lr=1"]
-    return run_verl("eepo.adapters.verl", model, tmp_path_factory.mktemp("eepo"), [*knobs, "eepo.debug=true"])
+    knobs = [
+        "eepo.gate=step",
+        f"eepo.gate_threshold={threshold}",
+        "eepo.gate_window=2",
+        "eepo.unlearn_lr=1",
+    ]
+    return run_verl(
+        "eepo.adapters.verl", model, tmp_path_factory.mktemp("eepo"), [*knobs, "eepo.debug=true"]
+    )
 
 
 @pytest.fixture(scope="session")
@@ -61,14 +70,33 @@ def resumed(model: Path, eepo: VerlRun, tmp_path_factory: pytest.TempPathFactory
         "eepo.gate_threshold=4.2",
         "eepo.gate_window=2",
     ]
-    weights = ["eepo.later_advantages=positive", "eepo.failure_weight=0.25", "eepo.rare_weight=0.5"]
-    return run_verl("eepo.adapters.verl", model, folder, [*knobs, *weights, "eepo.unlearn_lr=1", "eepo.debug=true"])
+    weights = [
+        "eepo.stage2_negative_advantages=false",
+        "eepo.failure_weight=0.25",
+        "eepo.rare_weight=0.5",
+    ]
+    return run_verl(
+        "eepo.adapters.verl",
+        model,
+        folder,
+        [*knobs, *weights, "eepo.unlearn_lr=1", "eepo.debug=true"],
+    )
 
 
 @pytest.fixture(scope="session")
 def kl_met(model: Path, tmp_path_factory: pytest.TempPathFactory) -> VerlRun:
     """One step: η meets a KL; failures are forgotten, of five rows and one of padding; micro-batches by tokens."""
-    knobs = ["eepo.gate=always", "eepo.unlearn_lr=auto", "eepo.unlearn_kl_target=0.02", "eepo.debug=true"]
+    knobs = [
+        "eepo.gate=always",
+        "eepo.unlearn_lr=auto",
+        "eepo.unlearn_kl_target=0.02",
+        "eepo.debug=true",
+    ]
     knobs += ["eepo.unlearn_on=unrewarded", "eepo.unlearn_max_completions=5"]
-    sizes = ["actor_rollout_ref.actor.use_dynamic_bsz=true", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=128"]
-    return run_verl("eepo.adapters.verl", model, tmp_path_factory.mktemp("kl"), [*knobs, *sizes], num_steps=1)
+    sizes = [
+        "actor_rollout_ref.actor.use_dynamic_bsz=true",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=128",
+    ]
+    return run_verl(
+        "eepo.adapters.verl", model, tmp_path_factory.mktemp("kl"), [*knobs, *sizes], num_steps=1
+    )

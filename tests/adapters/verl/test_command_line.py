@@ -34,7 +34,11 @@ OURS = [  # what a user adds to the launch script that he has
     "actor_rollout_ref.actor.strategy=fsdp2",
     "algorithm.rollout_correction.bypass_mode=true",
 ]
-HIS = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.n=8", "algorithm.adv_estimator=grpo"]
+HIS = [
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.rollout.n=8",
+    "algorithm.adv_estimator=grpo",
+]
 
 
 def composed(line: list[str]) -> dict[str, Any]:
@@ -51,7 +55,9 @@ def test_two_lines_more_are_the_papers_eepo() -> None:
 
 
 def test_the_section_is_overridden_as_any_other() -> None:
-    options = read_options(composed([*HIS, *OURS, "eepo.gate=step", "eepo.unlearn_lr=1e-3", "eepo.num_stages=4"]))
+    options = read_options(
+        composed([*HIS, *OURS, "eepo.gate=step", "eepo.unlearn_lr=1e-3", "eepo.num_stages=4"])
+    )
     assert options == AlgorithmConfig(gate="step", unlearn_lr=1e-3, num_stages=4)
 
 
@@ -72,19 +78,31 @@ def test_refusals_under_verls_own_defaults(line: list[str], said: str) -> None:
         read_options(composed([*HIS, *line]))
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-3b+grpo", "qwen3-8b-base+eepo", "llama-3.2-3b-instruct+eepo_more_rollouts"])
+@pytest.mark.parametrize(
+    "name", ["qwen2.5-3b+grpo", "qwen3-8b-base+eepo", "llama-3.2-3b-instruct+eepo_more_rollouts"]
+)
 def test_verl_reads_what_a_recipe_exports(name: str) -> None:
     config = recipe.load_run(f"paper/{name}")
-    line = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in overrides(config)]
+    line = [
+        f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+        for key, value in overrides(config)
+    ]
     options = read_options(composed(line))
-    for knob in ("group_size", "temperature", "num_stages", *(KNOBS if options.num_stages > 1 else ())):
+    for knob in (
+        "group_size",
+        "temperature",
+        "num_stages",
+        *(KNOBS if options.num_stages > 1 else ()),
+    ):
         assert getattr(options, knob) == getattr(config.algorithm, knob)
 
 
 def test_verl_reads_the_types_that_a_recipe_exports() -> None:
     types = ["rollout.dtype=float32", "model.compute_dtype=float32"]
     config = recipe.load_run("paper/qwen2.5-3b+eepo", types)
-    found = composed([f"{key}={str(value).lower()}" for key, value in overrides(config)])["actor_rollout_ref"]
+    found = composed([f"{key}={str(value).lower()}" for key, value in overrides(config)])[
+        "actor_rollout_ref"
+    ]
     assert found["rollout"]["dtype"] == "float32"
     for scored in ("actor", "ref"):
         products = found[scored]["fsdp_config"]["mixed_precision"]["param_dtype"]
@@ -94,7 +112,14 @@ def test_verl_reads_the_types_that_a_recipe_exports() -> None:
 def test_a_mistake_is_one_line_and_starts_nothing() -> None:
     line = [*HIS, *OURS, "actor_rollout_ref.rollout.n=5", "hydra.run.dir=."]
     found = subprocess.run(
-        [sys.executable, "-m", "eepo.adapters.verl", *line, "hydra.output_subdir=null", "hydra/job_logging=none"],
+        [
+            sys.executable,
+            "-m",
+            "eepo.adapters.verl",
+            *line,
+            "hydra.output_subdir=null",
+            "hydra/job_logging=none",
+        ],
         capture_output=True,
         text=True,
         timeout=180,
@@ -102,7 +127,9 @@ def test_a_mistake_is_one_line_and_starts_nothing() -> None:
     )
     assert found.returncode == 2
     said = [text for text in found.stderr.splitlines() if text.startswith("eepo:")]
-    assert said == ["eepo: actor_rollout_ref.rollout.n = 5 must be a multiple of eepo.num_stages = 2"]
+    assert said == [
+        "eepo: actor_rollout_ref.rollout.n = 5 must be a multiple of eepo.num_stages = 2"
+    ]
     assert "Traceback" not in found.stderr
     assert "ray init" not in found.stdout
 
@@ -116,15 +143,23 @@ def test_a_mistake_is_one_line_and_starts_nothing() -> None:
         (PPOTrainer._build_replay_buffer, ["self"]),
         (PPOTrainer._init_resource_pool_mgr, ["self"]),
         (PPOTrainer._get_required_batch_multiple, ["self", "dp_size"]),
-        (PPOTrainer._balance_batch, ["self", "batch", "metrics", "logging_prefix", "keep_minibatch"]),
+        (
+            PPOTrainer._balance_batch,
+            ["self", "batch", "metrics", "logging_prefix", "keep_minibatch"],
+        ),
         (PPOTrainer._compute_advantage, ["self", "batch", "metrics"]),
-        (PPOTrainer._compute_metrics, ["self", "batch", "metrics", "timing_raw", "global_steps", "epoch"]),
+        (
+            PPOTrainer._compute_metrics,
+            ["self", "batch", "metrics", "timing_raw", "global_steps", "epoch"],
+        ),
         (PPOTrainer._save_checkpoint, ["self"]),
         (PPOTrainer._load_checkpoint, ["self"]),
         (ActorRolloutRefWorker.update_weights, ["self", "global_steps", "mode"]),
     ],
 )
-def test_the_hooks_are_where_the_adapter_expects_them(hook: Callable[..., Any], arguments: list[str]) -> None:
+def test_the_hooks_are_where_the_adapter_expects_them(
+    hook: Callable[..., Any], arguments: list[str]
+) -> None:
     assert list(inspect.signature(hook).parameters) == arguments
 
 

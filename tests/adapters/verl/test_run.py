@@ -42,7 +42,9 @@ def logprobs(reference: Any, row: dict[str, Any]) -> Tensor:  # [T]
     return logits(reference, row).log_softmax(-1).gather(1, torch.tensor(row["ids"])[:, None])[:, 0]
 
 
-def unlearning_gradient(reference: Any, rows: Rows, threshold: float | None, window: int) -> dict[str, Tensor]:
+def unlearning_gradient(
+    reference: Any, rows: Rows, threshold: float | None, window: int
+) -> dict[str, Tensor]:
     """Of the mean over completions of (1 / T) Σ −log(1 − p) over gated tokens, one row at a time."""
     for row in rows:
         logp = logits(reference, row).log_softmax(-1)
@@ -57,11 +59,19 @@ def unlearning_gradient(reference: Any, rows: Rows, threshold: float | None, win
     return {name: weight.grad for name, weight in reference.named_parameters()}
 
 
-def assert_unlearned(model: Path, before: Path, after: Path, rows: Rows, threshold: float | None, window: int) -> None:
+def assert_unlearned(
+    model: Path, before: Path, after: Path, rows: Rows, threshold: float | None, window: int
+) -> None:
     """after − before is −1 · gradient, to what fp32 weights can hold."""
     gradient = unlearning_gradient(build(model, before), rows, threshold, window)
     theta, moved = load_file(before), load_file(after)
-    wrong = sum(float((moved[n].double() - theta[n].double() + gradient[n]).square().sum()) for n in theta) ** 0.5
+    wrong = (
+        sum(
+            float((moved[n].double() - theta[n].double() + gradient[n]).square().sum())
+            for n in theta
+        )
+        ** 0.5
+    )
     size = sum(float(part.square().sum()) for part in gradient.values()) ** 0.5
     assert size > 0.05
     assert wrong < 1e-4 * size
@@ -69,16 +79,22 @@ def assert_unlearned(model: Path, before: Path, after: Path, rows: Rows, thresho
 
 def same_weights(one: Path, other: Path) -> bool:
     left, right = load_file(one), load_file(other)
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name], right[name]) for name in left
+    )
 
 
 def test_a_shut_gate_is_stock_grpo(stock: VerlRun, eepo: VerlRun) -> None:
     def drawn(run: VerlRun) -> Counter[str]:
-        return Counter(str((row["prompt"], row["ids"], row["logprobs"])) for row in run.completions(1))
+        return Counter(
+            str((row["prompt"], row["ids"], row["logprobs"])) for row in run.completions(1)
+        )
 
     assert drawn(stock) == drawn(eepo)
     theta, ours = load_file(stock.weights(2)), load_file(eepo.weights(2))
-    moved = max(float((theta[name] - load_file(stock.weights(1))[name]).abs().max()) for name in theta)
+    moved = max(
+        float((theta[name] - load_file(stock.weights(1))[name]).abs().max()) for name in theta
+    )
     assert max(float((theta[name] - ours[name]).abs().max()) for name in theta) < 1e-4 * moved
 
 
@@ -92,7 +108,9 @@ def test_a_shut_gate_costs_no_push_and_no_sleep(eepo: VerlRun) -> None:
 
 
 def test_theta_prime_is_theta_minus_the_gradient_of_stage_1(model: Path, eepo: VerlRun) -> None:
-    assert_unlearned(model, eepo.weights(2), eepo.weights(3), eepo.completions(2), threshold=None, window=2)
+    assert_unlearned(
+        model, eepo.weights(2), eepo.weights(3), eepo.completions(2), threshold=None, window=2
+    )
 
 
 def test_the_token_gate_and_every_stage_so_far(model: Path, resumed: VerlRun) -> None:
@@ -101,7 +119,9 @@ def test_the_token_gate_and_every_stage_so_far(model: Path, resumed: VerlRun) ->
     for push in (1, 2, 3):
         rows += resumed.completions(push)
         assert len(rows) == 6 * push
-        assert_unlearned(model, resumed.weights(1), resumed.weights(push + 1), rows, threshold=4.2, window=2)
+        assert_unlearned(
+            model, resumed.weights(1), resumed.weights(push + 1), rows, threshold=4.2, window=2
+        )
     assert 0.1 < resumed.metrics()[2]["eepo/gate_share"] < 0.9
 
 
@@ -112,20 +132,30 @@ def test_eta_meets_a_kl_and_some_failures_are_forgotten(model: Path, kl_met: Ver
     theta, theta_prime = (build(model, kl_met.weights(push)) for push in (1, 2))
     failed = [row for row, one in enumerate(rows) if scored(model, one) == 0]
     assert 1 < len(failed) < 6
-    parts = {row: flat(unlearning_gradient(build(model, kl_met.weights(1)), [rows[row]], None, 3)) for row in failed}
+    parts = {
+        row: flat(unlearning_gradient(build(model, kl_met.weights(1)), [rows[row]], None, 3))
+        for row in failed
+    }
     moved = flat(dict(theta_prime.named_parameters())) - flat(dict(theta.named_parameters()))
     told = [
         five
         for five in combinations(range(6), 5)
-        if (moved + lr * sum(parts[row] for row in failed if row in five) / 5).norm() < 1e-3 * moved.norm()
+        if (moved + lr * sum(parts[row] for row in failed if row in five) / 5).norm()
+        < 1e-3 * moved.norm()
     ]
     gaps = [(logprobs(theta_prime, row) - logprobs(theta, row)).detach() for row in rows]
     kls = [kl_of(torch.cat([gaps[row] for row in five])) for five in told]
-    assert min(abs(kl - metrics["eepo/unlearn/kl"]) for kl in kls) < 1e-3 * metrics["eepo/unlearn/kl"]
+    assert (
+        min(abs(kl - metrics["eepo/unlearn/kl"]) for kl in kls) < 1e-3 * metrics["eepo/unlearn/kl"]
+    )
     assert 0.02 / 1.1 <= metrics["eepo/unlearn/kl"] <= 0.02 * 1.1
     assert metrics["eepo/unlearn/kl_floor"] == 0  # nothing is rounded here
     assert metrics["eepo/unlearn/completions"] == 5
-    assert json.loads((kl_met.folder / "checkpoints/global_step_1/eepo.json").read_text())["auto_lr"] == lr != 1e-3
+    assert (
+        json.loads((kl_met.folder / "checkpoints/global_step_1/eepo.json").read_text())["auto_lr"]
+        == lr
+        != 1e-3
+    )
 
 
 def scored(model: Path, row: dict[str, Any]) -> float:
@@ -142,13 +172,35 @@ def kl_of(gaps: Tensor) -> float:
 
 
 def test_who_is_unlearned_is_decided_for_whole_groups() -> None:
-    keys = ["a-1_0_0", "b-1_0_0", "a-1_1_0", "b-1_1_0", "a-2_0_0", "a-1_0_1", "b-1_1_1"]  # two sessions of two rows
-    rewards = [0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0]  # on all rows of a session, as verl writes it, or on the last
+    keys = [
+        "a-1_0_0",
+        "b-1_0_0",
+        "a-1_1_0",
+        "b-1_1_0",
+        "a-2_0_0",
+        "a-1_0_1",
+        "b-1_1_1",
+    ]  # two sessions of two rows
+    rewards = [
+        0.0,
+        1.0,
+        0.0,
+        1.0,
+        0.0,
+        1.0,
+        1.0,
+    ]  # on all rows of a session, as verl writes it, or on the last
     unrewarded = wanted_rows(keys, rewards, "unrewarded")
     assert [key for key in keys if unrewarded[key]] == ["a-1_1_0", "a-2_0_0"]
     rewarded = wanted_rows(keys, rewards, "rewarded")
-    assert [key for key in keys if rewarded[key]] == ["a-1_0_0", "b-1_0_0", "b-1_1_0", "a-1_0_1", "b-1_1_1"]
-    stuck = wanted_rows(keys, rewards, "stuck")
+    assert [key for key in keys if rewarded[key]] == [
+        "a-1_0_0",
+        "b-1_0_0",
+        "b-1_1_0",
+        "a-1_0_1",
+        "b-1_1_1",
+    ]
+    stuck = wanted_rows(keys, rewards, "zero_variance")
     assert [key for key in keys if stuck[key]] == ["b-1_0_0", "b-1_1_0", "b-1_1_1"]
 
 
@@ -160,8 +212,13 @@ def test_denominators_are_those_of_the_weights_that_sampled(model: Path, eepo: V
         for row in eepo.completions(push):
             denominators = torch.tensor(row["logprobs"], dtype=torch.float32)
             assert tuple(denominators.tolist()) in handed
-            torch.testing.assert_close(denominators.double(), logprobs(sampler, row), atol=2e-5, rtol=0)
-    gaps = [(torch.tensor(row["logprobs"]) - logprobs(theta, row)).abs().max() for row in eepo.completions(3)]
+            torch.testing.assert_close(
+                denominators.double(), logprobs(sampler, row), atol=2e-5, rtol=0
+            )
+    gaps = [
+        (torch.tensor(row["logprobs"]) - logprobs(theta, row)).abs().max()
+        for row in eepo.completions(3)
+    ]
     assert min(gaps) > 1e-2  # θ would have been another denominator
 
 
@@ -170,7 +227,9 @@ def test_the_update_is_at_theta_and_not_at_theta_prime(model: Path, eepo: VerlRu
     policy = {tuple(row["denominators"]): row["policy"] for row in eepo.loss_rows()}
     for row in eepo.completions(2) + eepo.completions(3):
         current = policy[tuple(torch.tensor(row["logprobs"], dtype=torch.float32).tolist())]
-        torch.testing.assert_close(torch.tensor(current).double(), logprobs(theta, row), atol=2e-5, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(current).double(), logprobs(theta, row), atol=2e-5, rtol=0
+        )
 
 
 @pytest.mark.parametrize("step", [1, 2])
@@ -206,7 +265,9 @@ def trained(model: Path, run: VerlRun, pushes: range) -> list[Trained]:
         plain = ((rewards - rewards.mean()) / (rewards.std() + 1e-6)).tolist()
         for (push, row), advantage in zip(rows, plain, strict=True):
             key = tuple(torch.tensor(row["logprobs"], dtype=torch.float32).tolist())
-            found.append(Trained(prompt, push, sum(row["logprobs"]) / len(key), advantage, handed[key]))
+            found.append(
+                Trained(prompt, push, sum(row["logprobs"]) / len(key), advantage, handed[key])
+            )
     return found
 
 
@@ -236,19 +297,41 @@ def test_advantages_are_weighed_if_so_asked(model: Path, resumed: VerlRun) -> No
 
 def test_rows_of_a_session_weigh_the_same_within_a_prompts_stage() -> None:
     keys = ["a-1_0_0", "a-1_1_0", "a-1_2_0", "a-2_0_0", "a-1_0_1", "b-1_0_0", "pad_0_0"]
-    signs = [0.0, 1.0, -1.0, 1.0, 1.0, 1.0, 0.0]  # a's session 0 has two rows, the first of them without an answer
-    likely = [(-1.0, 1.0), (-5.0, 2.0), (-9.0, 1.0), (-7.0, 1.0), (-6.0, 3.0), (-3.0, 1.0), (0.0, 0.0)]
-    weights = row_weights(keys, signs, likely, AlgorithmConfig(rare_weight=0.5, failure_weight=0.75), staged=True)
+    signs = [
+        0.0,
+        1.0,
+        -1.0,
+        1.0,
+        1.0,
+        1.0,
+        0.0,
+    ]  # a's session 0 has two rows, the first of them without an answer
+    likely = [
+        (-1.0, 1.0),
+        (-5.0, 2.0),
+        (-9.0, 1.0),
+        (-7.0, 1.0),
+        (-6.0, 3.0),
+        (-3.0, 1.0),
+        (0.0, 0.0),
+    ]
+    weights = row_weights(
+        keys, signs, likely, AlgorithmConfig(rare_weight=0.5, failure_weight=0.75), staged=True
+    )
     assert weights == [0.5, 1.5, 0.75, 1.0, 0.5, 1.0, 1.0]
     plain = ["0f-3e_0_0", "0f-3e_1_0"]  # without stages, verl's own uids
     likely = [(-2.0, 1.0), (-1.0, 1.0)]
-    assert row_weights(plain, [1.0, 1.0], likely, AlgorithmConfig(rare_weight=1.0), staged=False) == [2.0, 0.0]
+    assert row_weights(
+        plain, [1.0, 1.0], likely, AlgorithmConfig(rare_weight=1.0), staged=False
+    ) == [2.0, 0.0]
 
 
 def test_each_stage_has_metrics(eepo: VerlRun) -> None:
     metrics = eepo.metrics()[2]
     for stage, push in ((1, 2), (2, 3)):
-        assert metrics[f"eepo/stage{stage}/entropy"] == pytest.approx(entropy(eepo.completions(push)), abs=1e-4)
+        assert metrics[f"eepo/stage{stage}/entropy"] == pytest.approx(
+            entropy(eepo.completions(push)), abs=1e-4
+        )
         lengths = [len(row["ids"]) for row in eepo.completions(push)]
         assert metrics[f"eepo/stage{stage}/length"] == pytest.approx(sum(lengths) / 6)
         assert metrics[f"eepo/stage{stage}/completions"] == 6
@@ -259,18 +342,26 @@ def test_each_stage_has_metrics(eepo: VerlRun) -> None:
 def test_the_gates_history_is_in_the_checkpoint(
     eepo: VerlRun, resumed: VerlRun, stage_1_entropies: tuple[float, float]
 ) -> None:
-    saved = [json.loads((eepo.folder / f"checkpoints/global_step_{n}/eepo.json").read_text()) for n in (1, 2)]
+    saved = [
+        json.loads((eepo.folder / f"checkpoints/global_step_{n}/eepo.json").read_text())
+        for n in (1, 2)
+    ]
     assert saved[0]["gate_history"] == pytest.approx(stage_1_entropies[:1], abs=1e-4)
     assert saved[1]["gate_history"] == pytest.approx(stage_1_entropies, abs=1e-3)
     kept = json.loads((resumed.folder / "checkpoints/global_step_2/eepo.json").read_text())
     assert kept["auto_lr"] == 0.5  # as in the checkpoint it began with: this run's own η is fixed
     now = entropy(resumed.completions(1))
-    assert resumed.metrics()[2]["eepo/gate_entropy"] == pytest.approx((saved[0]["gate_history"][0] + now) / 2)
+    assert resumed.metrics()[2]["eepo/gate_entropy"] == pytest.approx(
+        (saved[0]["gate_history"][0] + now) / 2
+    )
 
 
 def test_a_resumed_run_goes_on_from_the_same_theta(eepo: VerlRun, resumed: VerlRun) -> None:
     assert same_weights(eepo.weights(2), resumed.weights(1))
     assert not same_weights(eepo.weights(2), eepo.weights(3))
-    drawn = [{str(row["ids"]) for row in run.completions(push)} for run, push in ((eepo, 2), (resumed, 1))]
+    drawn = [
+        {str(row["ids"]) for row in run.completions(push)}
+        for run, push in ((eepo, 2), (resumed, 1))
+    ]
     assert drawn[0] == drawn[1]  # of stage 1, two of each prompt
     assert list(resumed.metrics()) == [2]

@@ -11,7 +11,10 @@ from importlib import metadata
 
 from eepo.types import UserError
 
-OLDEST, TOO_NEW = (1, 15), (1, 17)  # as in pyproject.toml; tests/adapters/test_trl_settings.py says what for
+OLDEST, TOO_NEW = (
+    (1, 15),
+    (1, 17),
+)  # as in pyproject.toml; tests/adapters/test_trl_settings.py says what for
 
 
 def check_trl() -> None:
@@ -24,7 +27,9 @@ def check_trl() -> None:
             f"eepo.adapters.trl needs {wanted}, and trl is not installed: pip install 'eepo[trl]'"
         ) from None
     if not OLDEST <= tuple(map(int, found.split(".")[:2])) < TOO_NEW:
-        raise UserError(f"eepo.adapters.trl needs {wanted}, found trl {found}: pip install '{wanted}'")
+        raise UserError(
+            f"eepo.adapters.trl needs {wanted}, found trl {found}: pip install '{wanted}'"
+        )
 
 
 check_trl()

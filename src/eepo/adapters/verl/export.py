@@ -22,7 +22,9 @@ FILES = ("TRAIN_FILES", "VAL_FILES")  # shell variables: verl reads Parquet file
 def command_line(config: RunConfig) -> str:
     """For a shell, one setting a line. Where the recipe says nothing, verl's own default stands."""
     lines = ["python -m eepo.adapters.verl"]
-    lines += [f'data.{split}_files="${name}"' for split, name in zip(("train", "val"), FILES, strict=True)]
+    lines += [
+        f'data.{split}_files="${name}"' for split, name in zip(("train", "val"), FILES, strict=True)
+    ]
     lines += [shlex.quote(f"{key}={_word(value)}") for key, value in overrides(config)]
     return " \\\n    ".join(lines)
 
@@ -55,13 +57,18 @@ def _check(config: RunConfig, knobs: dict[str, tuple[object, ...]]) -> None:
     for name, allowed in knobs.items():
         if (value := getattr(config.algorithm, name)) not in allowed:
             choices = ", ".join(map(json.dumps, allowed))
-            raise UserError(f"algorithm.{name} = {json.dumps(value)} cannot be exported to verl; allowed: {choices}")
+            raise UserError(
+                f"algorithm.{name} = {json.dumps(value)} cannot be exported to verl; allowed: {choices}"
+            )
 
 
 def _model(config: RunConfig) -> Iterator[tuple[str, object]]:
     yield "actor_rollout_ref.model.path", config.model.path
     yield "actor_rollout_ref.model.trust_remote_code", config.model.trust_remote_code
-    yield "actor_rollout_ref.model.enable_gradient_checkpointing", config.model.gradient_checkpointing
+    yield (
+        "actor_rollout_ref.model.enable_gradient_checkpointing",
+        config.model.gradient_checkpointing,
+    )
 
 
 def _actor(config: RunConfig) -> Iterator[tuple[str, object]]:
@@ -84,7 +91,10 @@ def _actor(config: RunConfig) -> Iterator[tuple[str, object]]:
     yield f"{actor}.kl_loss_type", "low_var_kl"  # verl's name of k3
     if config.model.compute_dtype != "auto":
         for scored in ("actor", "ref"):  # verl's file lacks the key: hydra adds it
-            yield f"+actor_rollout_ref.{scored}.fsdp_config.mixed_precision.param_dtype", config.model.compute_dtype
+            yield (
+                f"+actor_rollout_ref.{scored}.fsdp_config.mixed_precision.param_dtype",
+                config.model.compute_dtype,
+            )
 
 
 def _rollout(config: RunConfig) -> Iterator[tuple[str, object]]:
@@ -96,10 +106,16 @@ def _rollout(config: RunConfig) -> Iterator[tuple[str, object]]:
         yield f"{rollout}.dtype", config.rollout.dtype
     yield f"{rollout}.calculate_log_probs", True
     yield "algorithm.adv_estimator", "grpo"
-    yield "algorithm.rollout_correction.bypass_mode", True  # denominators from the weights that sampled
+    yield (
+        "algorithm.rollout_correction.bypass_mode",
+        True,
+    )  # denominators from the weights that sampled
     if config.reward.name in ("auto", "math", "exact"):
         yield "reward.custom_reward_function.path", "pkg://eepo.adapters.verl.reward"
-        yield "reward.custom_reward_function.name", "exact" if config.reward.name == "exact" else "math"
+        yield (
+            "reward.custom_reward_function.name",
+            "exact" if config.reward.name == "exact" else "math",
+        )
 
 
 def _trainer(config: RunConfig) -> Iterator[tuple[str, object]]:

@@ -22,7 +22,9 @@ def main() -> None:
     if not hasattr(PPOTrainer, "prepare_step"):
         _refuse("this adapter needs verl 0.9.1 or a later 0.9: pip install 'eepo[verl]'")
     store_config(ConfigStore.instance())
-    hydra.main(config_path="pkg://verl.trainer.config", config_name=CONFIG, version_base=None)(launch)()
+    hydra.main(config_path="pkg://verl.trainer.config", config_name=CONFIG, version_base=None)(
+        launch
+    )()
 
 
 def store_config(store: Any) -> None:
@@ -45,7 +47,9 @@ def launch(config: Any) -> None:
         read_options(plain)
     except UserError as error:
         _refuse(str(error))
-    validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+    validate_config(
+        config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
+    )
     run_ppo(config, task_runner_class=ray.remote(TaskRunner))
 
 

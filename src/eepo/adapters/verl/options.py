@@ -42,12 +42,16 @@ def read_options(config: Mapping[str, Any]) -> AlgorithmConfig:
     section = dict(config.get("eepo") or {})
     for name, value in section.items():
         if name not in (*KNOBS, DEBUG):
-            raise UserError(f"unknown key eepo.{name} = {value}; allowed: {', '.join((*KNOBS, DEBUG))}")
+            raise UserError(
+                f"unknown key eepo.{name} = {value}; allowed: {', '.join((*KNOBS, DEBUG))}"
+            )
     if not isinstance(section.pop(DEBUG, False), bool):
         raise UserError(f"eepo.{DEBUG} = {config['eepo'][DEBUG]} must be true or false")
     rollout = config["actor_rollout_ref"]["rollout"]
     sampling = {"group_size": rollout["n"], "temperature": rollout["temperature"]}
-    options: AlgorithmConfig = read_section(AlgorithmConfig, section | sampling, "verl's command line", "eepo.")
+    options: AlgorithmConfig = read_section(
+        AlgorithmConfig, section | sampling, "verl's command line", "eepo."
+    )
     if options.num_stages > 1:
         check_host(config, options)
         if options.later_advantages != "all" and options.gate == "never":
@@ -71,11 +75,13 @@ def check_host(config: Mapping[str, Any], options: AlgorithmConfig) -> None:
     """Refuse the first of verl's settings with which EEPO would be impossible or, worse, silently wrong."""
     stages, size = options.num_stages, options.group_size
     if size % stages:
-        raise UserError(f"actor_rollout_ref.rollout.n = {size} must be a multiple of eepo.num_stages = {stages}")
-    if options.unlearn_on == "stuck" and size == stages:
+        raise UserError(
+            f"actor_rollout_ref.rollout.n = {size} must be a multiple of eepo.num_stages = {stages}"
+        )
+    if options.unlearn_on == "zero_variance" and size == stages:
         raise UserError(
             f"actor_rollout_ref.rollout.n = {size} must be more than eepo.num_stages = {stages} "
-            "with eepo.unlearn_on = stuck: one completion is always stuck"
+            "with eepo.unlearn_on = stuck: one completion is always zero_variance"
         )
     _check(config, REQUIRED)
     if options.unlearn_on != "all" and _find(config, "reward.reward_model.enable"):
@@ -89,15 +95,31 @@ Requirements = tuple[tuple[str, tuple[Any, ...], str], ...]
 WEIGHED: Requirements = (
     ("trainer.use_v1", (True,), "advantages are weighed in verl's V1 trainer"),
     ("trainer.v1.trainer_mode", ("sync",), "advantages are weighed in the synchronous trainer"),
-    ("algorithm.adv_estimator", ("grpo",), "eepo's weights are for one advantage of a whole completion"),
+    (
+        "algorithm.adv_estimator",
+        ("grpo",),
+        "eepo's weights are for one advantage of a whole completion",
+    ),
 )
 RANKED: Requirements = (
-    ("actor_rollout_ref.rollout.calculate_log_probs", (True,), "eepo.rare_weight ranks completions by them"),
+    (
+        "actor_rollout_ref.rollout.calculate_log_probs",
+        (True,),
+        "eepo.rare_weight ranks completions by them",
+    ),
 )
 REQUIRED: Requirements = (
     ("trainer.use_v1", (True,), "EEPO builds on verl's V1 trainer"),
-    ("trainer.v1.trainer_mode", ("sync",), "asynchronous trainers have no moment between two stages"),
-    ("trainer.v1.sync.parameter_sync_step", (None, 1), "a step's stages are sampled and trained on together"),
+    (
+        "trainer.v1.trainer_mode",
+        ("sync",),
+        "asynchronous trainers have no moment between two stages",
+    ),
+    (
+        "trainer.v1.sync.parameter_sync_step",
+        (None, 1),
+        "a step's stages are sampled and trained on together",
+    ),
     ("actor_rollout_ref.hybrid_engine", (None, True), "θ′ is pushed from the actor's own workers"),
     (
         "actor_rollout_ref.actor.strategy",
@@ -123,12 +145,32 @@ REQUIRED: Requirements = (
         (True,),
         "otherwise verl computes the denominators of both stages under θ, and stage 2 was sampled from θ′",
     ),
-    ("algorithm.rollout_correction.rollout_is", (None,), "the ratio already weighs by the weights that sampled"),
-    ("algorithm.rollout_correction.rollout_rs", (None,), "the ratio already weighs by the weights that sampled"),
+    (
+        "algorithm.rollout_correction.rollout_is",
+        (None,),
+        "the ratio already weighs by the weights that sampled",
+    ),
+    (
+        "algorithm.rollout_correction.rollout_rs",
+        (None,),
+        "the ratio already weighs by the weights that sampled",
+    ),
     ("actor_rollout_ref.rollout.calculate_log_probs", (True,), "they are the denominators"),
-    ("actor_rollout_ref.rollout.logprobs_mode", (None, "processed_logprobs"), "ratios need the sampling temperature"),
-    ("algorithm.filter_groups.enable", (None, False), "groups are refilled in one piece, without stages"),
-    ("trainer.v1.sampler.sync_refill_failed_groups", (None, False), "groups are refilled in one piece, without stages"),
+    (
+        "actor_rollout_ref.rollout.logprobs_mode",
+        (None, "processed_logprobs"),
+        "ratios need the sampling temperature",
+    ),
+    (
+        "algorithm.filter_groups.enable",
+        (None, False),
+        "groups are refilled in one piece, without stages",
+    ),
+    (
+        "trainer.v1.sampler.sync_refill_failed_groups",
+        (None, False),
+        "groups are refilled in one piece, without stages",
+    ),
     ("skip.rollout_tq.enable", (None, False), "skipped rollouts have no stages"),
 )
 

@@ -15,15 +15,21 @@ from eepo.protocols import Reward
 from eepo.rewards import build_reward
 from eepo.types import Prompt
 
-_LOCK = threading.Lock()  # verl calls from several threads; its reward workers are what runs side by side
+_LOCK = (
+    threading.Lock()
+)  # verl calls from several threads; its reward workers are what runs side by side
 
 
-def math(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any) -> dict[str, float]:
+def math(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any
+) -> dict[str, float]:
     """1 for a completion whose final answer equals `ground_truth` as mathematics, else 0; no reward for its form."""
     return _score("math", solution_str, ground_truth)
 
 
-def exact(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any) -> dict[str, float]:
+def exact(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any
+) -> dict[str, float]:
     return _score("exact", solution_str, ground_truth)
 
 

@@ -17,9 +17,9 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from eepo.adapters.weights import reshard, tried
 from eepo.algorithm import kl_penalty
-from eepo.batching import evenly
+from eepo.algorithm.probe import Found, lr_above_floor
 from eepo.config import AlgorithmConfig
-from eepo.probe import Found, lr_above_floor
+from eepo.model.batching import evenly
 
 FIRST_STAGE = "eepo_first_stage"  # a column of the rows: θ′'s would tell another KL
 
@@ -33,7 +33,11 @@ def find_rate(engine: Any, data: TensorDict, options: AlgorithmConfig, start: fl
     engine.module.eval()  # dropout would be taken for a KL
     try:
         before = _logprobs(engine, probe)
-        weights = {name: weight for name, weight in engine.module.named_parameters() if weight.grad is not None}
+        weights = {
+            name: weight
+            for name, weight in engine.module.named_parameters()
+            if weight.grad is not None
+        }
         with tried(weights, {name: weight.grad for name, weight in weights.items()}) as put:
 
             def kl_of(lr: float) -> float:
@@ -50,7 +54,9 @@ def _rows(engine: Any, data: TensorDict, num_wanted: int) -> TensorDict:
     whole = 1 if data["use_dynamic_bsz"] else data["micro_batch_size_per_gpu"]
     share = -(-num_wanted // (engine.get_data_parallel_size() * whole)) * whole
     count, first = min(share, len(data)), data[FIRST_STAGE].tolist()
-    own, others = ([row for row, one in enumerate(first) if one == wanted] for wanted in (True, False))
+    own, others = (
+        [row for row, one in enumerate(first) if one == wanted] for wanted in (True, False)
+    )
     rows = [own[place] for place in evenly(len(own), count)]
     probe = tu.index_select_tensor_dict(data, [*rows, *others[: count - len(rows)]])
     tu.assign_non_tensor(probe, calculate_entropy=False)

@@ -15,10 +15,10 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.utils import tensordict_utils as tu
 
-from eepo.advantages import advantage_weights
 from eepo.algorithm import to_unlearn
-from eepo.batching import evenly
+from eepo.algorithm.advantages import advantage_weights
 from eepo.config import AlgorithmConfig
+from eepo.model.batching import evenly
 
 
 def stage_uid(group: str, stage: int) -> str:
@@ -37,7 +37,9 @@ def group_of(key: str) -> str:
 def staged_prompts(prompts: TensorDict, stage: int, num_samples: int) -> TensorDict:
     """The same prompts under this stage's uids; verl's agent loops draw `num_samples` completions for each."""
     staged = prompts.clone(recurse=False)
-    tu.assign_non_tensor_stack(staged, "uid", [stage_uid(str(uid), stage) for uid in prompts["uid"]])
+    tu.assign_non_tensor_stack(
+        staged, "uid", [stage_uid(str(uid), stage) for uid in prompts["uid"]]
+    )
     tu.assign_non_tensor_data(staged, "__rollout_n__", num_samples)
     return staged
 
@@ -60,8 +62,12 @@ class StagedBuffer:
         batch, _ = self.buffer.sample(partition_id="train", **request)
         self.earlier.append(batch)
 
-    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
-        batch, metrics = self.buffer.sample(global_steps=global_steps, partition_id=partition_id, batch_size=batch_size)
+    def sample(
+        self, global_steps: int, partition_id: str, batch_size: int
+    ) -> tuple[KVBatchMeta, dict[str, Any]]:
+        batch, metrics = self.buffer.sample(
+            global_steps=global_steps, partition_id=partition_id, batch_size=batch_size
+        )
         if partition_id != "train" or not self.earlier:
             return batch, metrics
         batch = joined([*self.earlier, batch])
@@ -71,17 +77,25 @@ class StagedBuffer:
         return batch, metrics
 
 
-def rows_to_unlearn(batch: KVBatchMeta, options: AlgorithmConfig) -> tuple[KVBatchMeta, dict[str, bool]]:
+def rows_to_unlearn(
+    batch: KVBatchMeta, options: AlgorithmConfig
+) -> tuple[KVBatchMeta, dict[str, bool]]:
     """The rows that unlearning looks at, no more than `unlearn_max_completions`, and which of them it unlearns."""
     rewards = [0.0] * len(batch.keys)
     if options.unlearn_on != "all":
-        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["rm_scores"])
+        data = tq.kv_batch_get(
+            keys=batch.keys, partition_id=batch.partition_id, select_fields=["rm_scores"]
+        )
         rewards = [float(row.sum()) for row in data["rm_scores"].unbind()]
     wanted = wanted_rows(batch.keys, rewards, options.unlearn_on)
-    order = sorted(range(len(batch.keys)), key=lambda row: batch.keys[row])  # prompt by prompt, not as they ended
+    order = sorted(
+        range(len(batch.keys)), key=lambda row: batch.keys[row]
+    )  # prompt by prompt, not as they ended
     rows = [order[place] for place in evenly(len(order), options.unlearn_max_completions)]
     keys, tags = [batch.keys[row] for row in rows], [batch.tags[row] for row in rows]
-    return KVBatchMeta(partition_id=batch.partition_id, keys=keys, tags=tags), {key: wanted[key] for key in keys}
+    return KVBatchMeta(partition_id=batch.partition_id, keys=keys, tags=tags), {
+        key: wanted[key] for key in keys
+    }
 
 
 def wanted_rows(keys: list[str], rewards: list[float], choice: str) -> dict[str, bool]:
@@ -91,7 +105,9 @@ def wanted_rows(keys: list[str], rewards: list[float], choice: str) -> dict[str,
     groups: dict[str, dict[str, float]] = {}
     for key, reward in zip(keys, rewards, strict=True):
         sessions = groups.setdefault(group_of(key), {})
-        sessions[_session(key)] = max(sessions.get(_session(key), 0.0), reward, key=abs)  # on all its rows, or the last
+        sessions[_session(key)] = max(
+            sessions.get(_session(key), 0.0), reward, key=abs
+        )  # on all its rows, or the last
     chosen = {
         session: one
         for sessions in groups.values()
@@ -106,21 +122,32 @@ def _session(key: str) -> str:
 
 def weigh_advantages(batch: KVBatchMeta, options: AlgorithmConfig, staged: bool) -> None:
     """Write them back, times what `eepo.later_advantages`, `failure_weight` and `rare_weight` say."""
-    fields = ["advantages", *(["rollout_log_probs", "response_mask"] if options.rare_weight else [])]
+    fields = [
+        "advantages",
+        *(["rollout_log_probs", "response_mask"] if options.rare_weight else []),
+    ]
     data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
     advantages = data["advantages"].unbind()  # ragged rows: [tokens] each, one value and zeros
     likely = [(0.0, 0.0)] * len(advantages)
     if options.rare_weight:
         rows = zip(data["rollout_log_probs"].unbind(), data["response_mask"].unbind(), strict=True)
         likely = [(float((row * mask).sum()), float(mask.sum())) for row, mask in rows]
-    weights = row_weights(batch.keys, [float(row.sum()) for row in advantages], likely, options, staged)
+    weights = row_weights(
+        batch.keys, [float(row.sum()) for row in advantages], likely, options, staged
+    )
     weighed = [row * weight for row, weight in zip(advantages, weights, strict=True)]
     nested = {"advantages": torch.nested.as_nested_tensor(weighed, layout=torch.jagged)}
-    tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict(nested, len(weighed)))
+    tq.kv_batch_put(
+        keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict(nested, len(weighed))
+    )
 
 
 def row_weights(
-    keys: list[str], signs: list[float], likely: list[tuple[float, float]], options: AlgorithmConfig, staged: bool
+    keys: list[str],
+    signs: list[float],
+    likely: list[tuple[float, float]],
+    options: AlgorithmConfig,
+    staged: bool,
 ) -> list[float]:
     """Rows of one session are one completion, and a uid is one prompt's in one stage. Padding weighs 1.
 
@@ -133,8 +160,13 @@ def row_weights(
             uids.setdefault(uid, {}).setdefault(session, []).append(row)
     weights = [1.0] * len(keys)
     for sessions in uids.values():
-        advantages = torch.tensor([max((signs[row] for row in rows), key=abs) for rows in sessions.values()])
-        sums = [[sum(part) for part in zip(*(likely[row] for row in rows), strict=True)] for rows in sessions.values()]
+        advantages = torch.tensor(
+            [max((signs[row] for row in rows), key=abs) for rows in sessions.values()]
+        )
+        sums = [
+            [sum(part) for part in zip(*(likely[row] for row in rows), strict=True)]
+            for rows in sessions.values()
+        ]
         logprobs = torch.tensor([total / max(count, 1) for total, count in sums])
         stage = stage_of(keys[next(iter(sessions.values()))[0]]) if staged else 1
         found = advantage_weights(advantages, logprobs, torch.tensor(stage), options).tolist()
@@ -165,14 +197,21 @@ def stage_metrics(batch: KVBatchMeta, max_length: int) -> dict[str, float]:
     for stage, rows in sorted(stages.items()):
         masks = [columns["response_mask"][row].bool() for row in rows]
         num_tokens = max(sum(int(mask.sum()) for mask in masks), 1)
-        entropy = -sum(float(columns["rollout_log_probs"][row][m].sum()) for row, m in zip(rows, masks, strict=True))
-        advantage = sum(float(columns["advantages"][row][m].sum()) for row, m in zip(rows, masks, strict=True))
+        entropy = -sum(
+            float(columns["rollout_log_probs"][row][m].sum())
+            for row, m in zip(rows, masks, strict=True)
+        )
+        advantage = sum(
+            float(columns["advantages"][row][m].sum()) for row, m in zip(rows, masks, strict=True)
+        )
         metrics |= {
             f"eepo/stage{stage}/completions": len(rows),
-            f"eepo/stage{stage}/reward": sum(float(columns["rm_scores"][row].sum()) for row in rows) / len(rows),
+            f"eepo/stage{stage}/reward": sum(float(columns["rm_scores"][row].sum()) for row in rows)
+            / len(rows),
             f"eepo/stage{stage}/entropy": entropy / num_tokens,
             f"eepo/stage{stage}/advantage": advantage / num_tokens,
             f"eepo/stage{stage}/length": sum(len(mask) for mask in masks) / len(rows),
-            f"eepo/stage{stage}/truncated_share": sum(len(mask) >= max_length for mask in masks) / len(rows),
+            f"eepo/stage{stage}/truncated_share": sum(len(mask) >= max_length for mask in masks)
+            / len(rows),
         }
     return metrics

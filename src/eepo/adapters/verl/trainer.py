@@ -40,7 +40,9 @@ class EEPOTrainer(PPOTrainerSync):
         self.debug = bool((plain.get("eepo") or {}).get(DEBUG, False))
         self.staged = self.options.num_stages > 1 and self.options.gate != "never"
         self.gate_history: list[float] = []  # stage-1 entropies of the last steps
-        self.auto_lr = 1e-3  # with eepo.unlearn_lr = auto: what was chosen last, where the next search begins
+        self.auto_lr = (
+            1e-3  # with eepo.unlearn_lr = auto: what was chosen last, where the next search begins
+        )
         self.forgetting = False  # while rows are laid out for `unlearn`
         super().__init__(config)
 
@@ -53,7 +55,9 @@ class EEPOTrainer(PPOTrainerSync):
         for stage in range(1, self.options.num_stages):
             self._ask(prompts, stage)
             with marked_timer(f"eepo_stage{stage}", self.timing_raw):
-                self.replay_buffer.add_stage(global_steps=self.global_steps, batch_size=len(prompts))
+                self.replay_buffer.add_stage(
+                    global_steps=self.global_steps, batch_size=len(prompts)
+                )
             metrics = self._forget(joined(self.replay_buffer.earlier), stage)
         self._ask(prompts, self.options.num_stages)
         return metrics
@@ -66,7 +70,9 @@ class EEPOTrainer(PPOTrainerSync):
         """Put θ′ = θ − η ∇L of all rows so far under the rollout servers. A shut step gate costs nothing."""
         if stage == 1:
             entropy, num_tokens = row_entropies(rows)
-            self.gate_history = [*self.gate_history, entropy / max(num_tokens, 1)][-self.options.gate_window :]
+            self.gate_history = [*self.gate_history, entropy / max(num_tokens, 1)][
+                -self.options.gate_window :
+            ]
         mean_entropy = sum(self.gate_history) / len(self.gate_history)
         metrics = {"eepo/gate_entropy": mean_entropy, "eepo/gate_share": 0.0}
         if self.options.gate == "step" and mean_entropy >= self.options.gate_threshold:
@@ -78,7 +84,9 @@ class EEPOTrainer(PPOTrainerSync):
             self.checkpoint_manager.sleep_replicas()  # the pass needs the memory of their caches
             metrics |= self._unlearn(rows, wanted)
         with marked_timer("eepo_push", self.timing_raw):
-            self.checkpoint_manager.update_weights(self.global_steps - 1)  # the version that stage 1 had
+            self.checkpoint_manager.update_weights(
+                self.global_steps - 1
+            )  # the version that stage 1 had
         return metrics
 
     def _unlearn(self, rows: KVBatchMeta, wanted: dict[str, bool]) -> dict[str, float]:
@@ -108,7 +116,11 @@ class EEPOTrainer(PPOTrainerSync):
             "eepo/unlearn/grad_norm": found["grad_norm"],
             "eepo/unlearn/completions": float(num_rows),
         }
-        moved = {name: found[name] for name in ("lr", "kl", "kl_floor", "weights_changed_share") if name in found}
+        moved = {
+            name: found[name]
+            for name in ("lr", "kl", "kl_floor", "weights_changed_share")
+            if name in found
+        }
         if "kl" in moved:
             self.auto_lr = moved["lr"]
         return metrics | {f"eepo/unlearn/{name}": float(value) for name, value in moved.items()}
@@ -137,11 +149,17 @@ class EEPOTrainer(PPOTrainerSync):
         return batch
 
     def _compute_metrics(
-        self, batch: KVBatchMeta, metrics: dict[str, Any], timing_raw: dict[str, float], **where: Any
+        self,
+        batch: KVBatchMeta,
+        metrics: dict[str, Any],
+        timing_raw: dict[str, float],
+        **where: Any,
     ) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, **where)
         if self.staged:
-            metrics.update(stage_metrics(batch, self.config.actor_rollout_ref.rollout.response_length))
+            metrics.update(
+                stage_metrics(batch, self.config.actor_rollout_ref.rollout.response_length)
+            )
 
     def _save_checkpoint(self) -> None:
         """Ours first: verl's last act is to name the checkpoint the newest one."""
@@ -160,4 +178,7 @@ class EEPOTrainer(PPOTrainerSync):
             folder = Path(trainer.resume_from_path)
         if self.global_steps > 0 and (folder / STATE).is_file():
             state = json.loads((folder / STATE).read_text(encoding="utf-8"))
-            self.gate_history, self.auto_lr = state["gate_history"], state.get("auto_lr", self.auto_lr)
+            self.gate_history, self.auto_lr = (
+                state["gate_history"],
+                state.get("auto_lr", self.auto_lr),
+            )

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from eepo.algorithm import unlearn_gate, unlearn_loss
 from eepo.config import AlgorithmConfig
-from eepo.policy import Scores
+from eepo.model.policy import Scores
 
-Shards = dict[str, Tensor]  # of θ′, by parameter name; each a DTensor with its parameter's placement
+Shards = dict[
+    str, Tensor
+]  # of θ′, by parameter name; each a DTensor with its parameter's placement
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,9 @@ def count_changes(module: nn.Module, shards: Shards, dtype: torch.dtype) -> tupl
 @contextmanager
 def rollout_weights(module: nn.Module, shards: Shards) -> Iterator[None]:
     """Inside, `module.state_dict()` tells θ′: what verl's weight push reads. θ itself stays where it is."""
-    aliases: dict[int, list[str]] = {}  # a tied weight has several names there, and one among the parameters
+    aliases: dict[
+        int, list[str]
+    ] = {}  # a tied weight has several names there, and one among the parameters
     for name, weight in module.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(weight), []).append(name)
     moved = {
@@ -91,7 +95,9 @@ def rollout_weights(module: nn.Module, shards: Shards) -> Iterator[None]:
     }
 
     def tell(_: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-        state.update({prefix + name: shard for name, shard in moved.items() if prefix + name in state})
+        state.update(
+            {prefix + name: shard for name, shard in moved.items() if prefix + name in state}
+        )
 
     handle = module.register_state_dict_post_hook(tell)
     try:

@@ -8,7 +8,11 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.single_controller.base.decorator import (
+    Dispatch,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 from verl.utils.profiler import DistProfiler
@@ -19,13 +23,18 @@ from verl.workers.utils.padding import no_padding_2_padding
 from eepo.adapters.verl import unlearning
 from eepo.adapters.verl.search import FIRST_STAGE, find_rate
 from eepo.config import AlgorithmConfig
-from eepo.policy import Scores
+from eepo.model.policy import Scores
 
 WANTED = "eepo_wanted"  # a column of the rows
 
 
 def engine_loss(
-    model_output: dict[str, Any], data: TensorDict, dp_group: Any = None, *, options: AlgorithmConfig, num_rows: int
+    model_output: dict[str, Any],
+    data: TensorDict,
+    dp_group: Any = None,
+    *,
+    options: AlgorithmConfig,
+    num_rows: int,
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """The unlearning loss as verl's engines call it. FSDP averages over ranks, ours is a sum over them: × dp_size."""
     logprobs = no_padding_2_padding(model_output["log_probs"], data)  # [B, T]
@@ -50,7 +59,9 @@ class UnlearningWorker(ActorRolloutRefWorker):
         options, engine = errand.options, self.actor.engine
         if errand.debug:
             self.fingerprint = unlearning.fingerprint(engine.module, engine.optimizer)
-        first = engine.get_data_parallel_rank() * len(data)  # verl cuts a batch into equal slices, rank after rank
+        first = engine.get_data_parallel_rank() * len(
+            data
+        )  # verl cuts a batch into equal slices, rank after rank
         for name, flags in ((WANTED, errand.wanted), (FIRST_STAGE, errand.first_stage)):
             data[name] = torch.tensor(flags[first : first + len(data)])
         tu.maybe_fix_3d_position_ids(data)
@@ -70,8 +81,12 @@ class UnlearningWorker(ActorRolloutRefWorker):
                 self.rollout_weights = unlearning.take_rollout_weights(engine.module, metrics["lr"])
                 metrics["weights_changed_share"] = self._changed_share(self.rollout_weights)
         if self.rollout_weights is not None:
-            homes = dict(engine.module.named_parameters())  # verl may have moved θ to the CPU on leaving train_mode
-            self.rollout_weights = {n: shard.to(homes[n].device) for n, shard in self.rollout_weights.items()}
+            homes = dict(
+                engine.module.named_parameters()
+            )  # verl may have moved θ to the CPU on leaving train_mode
+            self.rollout_weights = {
+                n: shard.to(homes[n].device) for n, shard in self.rollout_weights.items()
+            }
         return tu.get_tensordict({}, non_tensor_dict={"metrics": metrics})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -103,7 +118,9 @@ class UnlearningWorker(ActorRolloutRefWorker):
     def _totals(self, counts: dict[str, list[float]]) -> dict[str, float]:
         """Over all micro-batches and ranks, the same on each."""
         names = ("gated", "tokens", "entropy", "loss")
-        sums = torch.tensor([sum(counts[name]) for name in names], device=get_device_name(), dtype=torch.float64)
+        sums = torch.tensor(
+            [sum(counts[name]) for name in names], device=get_device_name(), dtype=torch.float64
+        )
         torch.distributed.all_reduce(sums, group=self.actor.engine.get_data_parallel_group())
         return dict(zip(names, sums.tolist(), strict=True))
 

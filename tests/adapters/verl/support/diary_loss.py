@@ -12,7 +12,9 @@ from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla, register_po
 
 
 @register_policy_loss("diary")
-def policy_loss(old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, **rest: Any) -> Any:
+def policy_loss(
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, **rest: Any
+) -> Any:
     path = Path(os.environ["EEPO_TEST_DIARY"]) / f"loss-rank{os.environ['RANK']}.jsonl"
     with path.open("a") as stream:
         for row, mask in enumerate(response_mask.bool()):

@@ -18,12 +18,17 @@ NUM_PROMPTS = 12
 def write_model(folder: Path) -> None:
     """About 40,000 weights with wide distributions; head and embedding are tied, as in the smaller of real models."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate([*alphabet, "<|im_start|>", "<|im_end|>", "<|pad|>"])}
+    vocabulary = {
+        token: index
+        for index, token in enumerate([*alphabet, "<|im_start|>", "<|im_end|>", "<|pad|>"])
+    }
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|pad|>"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE, **special).save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, chat_template=TEMPLATE, **special
+    ).save_pretrained(folder)
     config = Qwen2Config(
         vocab_size=len(vocabulary),
         hidden_size=32,
@@ -40,7 +45,9 @@ def write_model(folder: Path) -> None:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" not in name:
-                weight.copy_(torch.from_numpy(draws.normal(0, 0.3, weight.shape)))  # the same on every processor
+                weight.copy_(
+                    torch.from_numpy(draws.normal(0, 0.3, weight.shape))
+                )  # the same on every processor
     model.save_pretrained(folder)
 
 
@@ -57,7 +64,9 @@ def write_prompts(path: Path) -> None:
     pandas.DataFrame(rows).to_parquet(path)
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any) -> float:
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any
+) -> float:
     """Something that differs between completions."""
     return float(sum(map(ord, solution_str)) % 2)
 

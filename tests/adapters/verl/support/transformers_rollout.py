@@ -37,19 +37,30 @@ class TransformersServer:
     async def load(self, weights: dict[str, torch.Tensor], version: int | None) -> None:
         self.model.load_state_dict(weights, strict=False)
         self.num_pushes += 1
-        save_file(dict(self.model.named_parameters()), self.diary / f"push-{self.num_pushes:03d}.safetensors")
+        save_file(
+            dict(self.model.named_parameters()),
+            self.diary / f"push-{self.num_pushes:03d}.safetensors",
+        )
         self.version = version if version is not None else self.version
         self._write(event="push", push=self.num_pushes, version=version)
 
-    async def generate(self, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any) -> TokenOutput:
+    async def generate(
+        self, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any
+    ) -> TokenOutput:
         assert not self.asleep, "asked for a completion while asleep"
         count = self.num_drawn.get((self.version, tuple(prompt_ids)), 0)
         self.num_drawn[self.version, tuple(prompt_ids)] = count + 1
         draws = random.Random(f"{self.version} {count} {prompt_ids}")  # the same on every processor
         length = self.max_new_tokens - count % 3  # ragged
-        ids, logprobs = self._sample(prompt_ids, length, sampling_params["temperature"] or 1.0, draws)
-        self._write(event="completion", push=self.num_pushes, prompt=prompt_ids, ids=ids, logprobs=logprobs)
-        return TokenOutput(token_ids=ids, log_probs=logprobs, extra_fields={"global_steps": self.version})
+        ids, logprobs = self._sample(
+            prompt_ids, length, sampling_params["temperature"] or 1.0, draws
+        )
+        self._write(
+            event="completion", push=self.num_pushes, prompt=prompt_ids, ids=ids, logprobs=logprobs
+        )
+        return TokenOutput(
+            token_ids=ids, log_probs=logprobs, extra_fields={"global_steps": self.version}
+        )
 
     @torch.no_grad()
     def _sample(

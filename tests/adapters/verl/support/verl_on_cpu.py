@@ -97,8 +97,8 @@ _CPU: Any = SimpleNamespace(
 set_platform(PlatformCPU())
 
 _start = verl.utils.distributed.initialize_global_process_group_ray
-verl.utils.distributed.initialize_global_process_group_ray = lambda timeout_second=None, backend=None: _start(
-    timeout_second, "gloo"
+verl.utils.distributed.initialize_global_process_group_ray = (
+    lambda timeout_second=None, backend=None: _start(timeout_second, "gloo")
 )
 
 _ROLLOUT_REGISTRY[("transformers", "async")] = "transformers_rollout.TransformersRollout"

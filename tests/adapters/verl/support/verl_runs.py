@@ -25,7 +25,11 @@ class VerlRun:
 
     def completions(self, push: int) -> list[dict[str, Any]]:
         """Sampled from the weights of that push."""
-        return [event for event in self.events() if event["event"] == "completion" and event["push"] == push]
+        return [
+            event
+            for event in self.events()
+            if event["event"] == "completion" and event["push"] == push
+        ]
 
     def weights(self, push: int) -> Path:
         return self.folder / f"diary/push-{push:03d}.safetensors"
@@ -59,31 +63,41 @@ def entropy(rows: list[dict[str, Any]]) -> float:
     return -sum(sum(row["logprobs"]) for row in rows) / sum(len(row["logprobs"]) for row in rows)
 
 
-def run_verl(module: str, model: Path, folder: Path, overrides: list[str], num_steps: int = 2) -> VerlRun:
+def run_verl(
+    module: str, model: Path, folder: Path, overrides: list[str], num_steps: int = 2
+) -> VerlRun:
     """The real command in a process of its own. If it does not end, it and all that Ray started for it are ended."""
     import psutil
     import tiny
 
     (folder / "diary").mkdir()
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(SUPPORT),
-        "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu,diary_loss",
-        "VERL_ENGINE_DEVICE": "cuda",  # verl's FSDP engine is registered for that name, and does not need it
-        "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
-        "EEPO_TEST_DIARY": str(folder / "diary"),
-        "RAY_DEDUP_LOGS": "0",
-    }
+    environment = (
+        os.environ
+        | {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(SUPPORT),
+            "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu,diary_loss",
+            "VERL_ENGINE_DEVICE": "cuda",  # verl's FSDP engine is registered for that name, and does not need it
+            "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
+            "EEPO_TEST_DIARY": str(folder / "diary"),
+            "RAY_DEDUP_LOGS": "0",
+        }
+    )
     line = [*tiny.command_line(model, model / "prompts.parquet", folder, num_steps), *overrides]
     with (folder / "log.txt").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, *line], env=environment, stdout=log, stderr=subprocess.STDOUT
+            [sys.executable, "-m", module, *line],
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
         )
         try:
             code = process.wait(TIME_LIMIT)
         finally:
             for child in (
-                [*psutil.Process(process.pid).children(recursive=True), process] if process.poll() is None else ()
+                [*psutil.Process(process.pid).children(recursive=True), process]
+                if process.poll() is None
+                else ()
             ):
                 child.kill()
     assert code == 0, (folder / "log.txt").read_text()[-6000:]

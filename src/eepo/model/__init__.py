@@ -1,0 +1,1 @@
+"""The trained model: scoring, batching, loading, optimizers and memory estimates."""

@@ -1,0 +1,1 @@
+"""The GPU engine: a paged KV cache, a scheduler and CUDA graphs."""

@@ -1,0 +1,1 @@
+"""Run folders: records, checkpoints, progress bars, alarms and loggers."""

@@ -1,0 +1,174 @@
+"""Estimates against enumeration and against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eepo.evaluation.estimates import (
+    bootstrap_interval,
+    grouped_bootstrap_interval,
+    majority,
+    pass_at_k,
+    powers_of_two,
+    seed_interval,
+)
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 5, 8])
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_sample(num_samples: int) -> None:
+    for num_correct in range(num_samples + 1):
+        marks = [True] * num_correct + [False] * (num_samples - num_correct)
+        for k in range(1, num_samples + 1):
+            subsets = list(itertools.combinations(marks, k))
+            expected = sum(any(subset) for subset in subsets) / len(subsets)
+            assert pass_at_k(num_samples, num_correct, k) == pytest.approx(expected, abs=1e-12)
+
+
+@given(st.integers(1, 400), st.data())
+def test_pass_at_k_is_the_exact_quotient_of_binomials(
+    num_samples: int, data: st.DataObject
+) -> None:
+    num_correct, k = data.draw(st.integers(0, num_samples)), data.draw(st.integers(1, num_samples))
+    without = Fraction(math.comb(num_samples - num_correct, k), math.comb(num_samples, k))
+    assert pass_at_k(num_samples, num_correct, k) == pytest.approx(float(1 - without), abs=1e-11)
+
+
+def test_pass_at_k_is_unbiased_where_the_plain_estimate_is_not() -> None:
+    """Over all outcomes of 6 draws that are right with p = 0.2, its mean is 1 − 0.8^k."""
+    for k in range(1, 7):
+        chances = [math.comb(6, right) * 0.2**right * 0.8 ** (6 - right) for right in range(7)]
+        mean = sum(chance * pass_at_k(6, right, k) for right, chance in enumerate(chances))
+        assert mean == pytest.approx(1 - 0.8**k, abs=1e-12)
+
+
+@given(st.integers(1, 200), st.data())
+def test_pass_at_1_is_the_mean_and_pass_at_k_never_falls_with_k(
+    num_samples: int, data: st.DataObject
+) -> None:
+    num_correct = data.draw(st.integers(0, num_samples))
+    curve = [pass_at_k(num_samples, num_correct, k) for k in powers_of_two(num_samples)]
+    assert curve[0] == pytest.approx(num_correct / num_samples)
+    assert curve == sorted(curve)
+    assert curve[-1] == (1.0 if num_correct else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "num_correct", "k"), [(4, 5, 1), (4, -1, 1), (4, 2, 0), (4, 2, 5)]
+)
+def test_pass_at_k_refuses_impossible_counts(num_samples: int, num_correct: int, k: int) -> None:
+    with pytest.raises(ValueError, match="correct"):
+        pass_at_k(num_samples, num_correct, k)
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"),
+    [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (24, [1, 2, 4, 8, 16, 24]), (32, [1, 2, 4, 8, 16, 32])],
+)
+def test_powers_of_two_end_with_the_number_itself(most: int, expected: list[int]) -> None:
+    assert powers_of_two(most) == expected
+
+
+def test_bootstrap_interval_is_the_normal_one_for_many_problems() -> None:
+    values = [1.0] * 120 + [0.0] * 280
+    low, high = bootstrap_interval(values)
+    half = 1.96 * math.sqrt(0.3 * 0.7 / 400)
+    assert low == pytest.approx(0.3 - half, abs=0.005)
+    assert high == pytest.approx(0.3 + half, abs=0.005)
+
+
+def test_bootstrap_interval_covers_the_mean_of_a_known_distribution_95_times_in_100() -> None:
+    """Pass rates that are Beta(2, 3) over problems, mean 0.4; the interval is a little narrow at 60 problems."""
+    rng = random.Random(0)
+    covered = 0
+    for seed in range(600):
+        low, high = bootstrap_interval(
+            [rng.betavariate(2, 3) for _ in range(60)], draws=500, seed=seed
+        )
+        covered += low <= 0.4 <= high
+    assert covered / 600 == pytest.approx(0.945, abs=0.025)
+
+
+def test_grouped_bootstrap_is_over_the_problems_of_each_group() -> None:
+    """Deviation of (m₁ + m₂) / 2 is ½ √(s₁²/n₁ + s₂²/n₂); between the groups nothing is drawn."""
+    small, large = [1.0, 0.0] * 15, [1.0] * 100 + [0.0] * 300
+    low, high = grouped_bootstrap_interval([small, large], draws=4000)
+    half = 1.96 * math.sqrt(0.25 / 30 + 0.1875 / 400) / 2
+    assert low == pytest.approx(0.375 - half, abs=0.01)
+    assert high == pytest.approx(0.375 + half, abs=0.01)
+    assert grouped_bootstrap_interval([[0.0] * 9, [1.0] * 5]) == (0.5, 0.5)
+
+
+def test_groups_of_one_size_are_drawn_apart() -> None:
+    values = [1.0, 0.0] * 20
+    low, high = bootstrap_interval(values)
+    apart_low, apart_high = grouped_bootstrap_interval([values] * 4)
+    assert apart_high - apart_low == pytest.approx((high - low) / 2, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("votes", "expected"),
+    [
+        ("a+ a+ b- c-", 1.0),
+        ("a+ b- b- c-", 0.0),
+        ("a+ a+ b- b-", 0.5),
+        ("a+ b- c-", 1 / 3),
+        (". . . a+", 1.0),  # completions without an answer do not vote
+        (". . .", 0.0),
+        ("a+ a- b-", 0.5),  # a grader of two minds about one answer
+        ("", 0.0),
+    ],
+)
+def test_majority_shares_ties(votes: str, expected: float) -> None:
+    words = votes.split()
+    answers = [None if word == "." else word[0] for word in words]
+    assert majority(answers, [word.endswith("+") for word in words]) == pytest.approx(expected)
+
+
+def test_bootstrap_interval_has_no_width_without_spread() -> None:
+    assert bootstrap_interval([0.25] * 10) == (0.25, 0.25)
+    assert bootstrap_interval([0.7]) == (0.7, 0.7)
+
+
+def test_bootstrap_interval_is_repeatable() -> None:
+    rng = random.Random(0)
+    values = [rng.random() for _ in range(30)]
+    assert bootstrap_interval(values, seed=3) == bootstrap_interval(values, seed=3)
+    assert bootstrap_interval(values, seed=3) != bootstrap_interval(values, seed=4)
+
+
+def test_seed_interval_is_students() -> None:
+    interval = seed_interval(
+        [1.0, 2.0, 3.0]
+    )  # mean 2, deviation 1, t for 2 degrees of freedom 4.303
+    assert interval == pytest.approx((2 - 4.303 / math.sqrt(3), 2 + 4.303 / math.sqrt(3)))
+
+
+def test_seed_interval_of_two_seeds_is_wide() -> None:
+    assert seed_interval([0.4, 0.6]) == pytest.approx((0.5 - 1.2706, 0.5 + 1.2706))
+
+
+def test_seed_interval_covers_the_mean_95_times_in_100() -> None:
+    rng = random.Random(0)
+    covered = 0
+    for _ in range(4000):
+        low, high = seed_interval([rng.gauss(0, 1) for _ in range(5)]) or (0.0, 0.0)
+        covered += low <= 0 <= high
+    assert covered / 4000 == pytest.approx(0.95, abs=0.015)
+
+
+def test_one_seed_says_nothing_of_the_spread() -> None:
+    assert seed_interval([0.5]) is None
+
+
+def test_seed_interval_goes_on_past_its_table() -> None:
+    values = [float(index % 2) for index in range(32)]  # 31 degrees of freedom
+    low, high = seed_interval(values) or (0.0, 0.0)
+    assert (low + high) / 2 == pytest.approx(0.5)
+    assert 1.95 < (high - low) / 2 / (math.sqrt(8 / 31) / math.sqrt(32)) < 2.05

@@ -1,0 +1,308 @@
+"""A grid over a recipe: mistakes before anything starts, runs in processes, nothing lost by a failure or a stop."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from eepo import recipe
+from eepo.experiments.sweep import (
+    Sweep,
+    check_set,
+    default_jobs,
+    job_environment,
+    num_cores,
+    parse_grid,
+    plan,
+    run_sweep,
+)
+from eepo.runs.jsonl import read_records
+from eepo.runs.progress import Progress
+from eepo.runs.runlog import METRICS
+from eepo.types import UserError
+
+TINY = (
+    "training.num_steps=1", "training.prompts_per_step=2", "training.prompts_per_mini_batch=2",
+    "algorithm.group_size=4", "algorithm.max_new_tokens=12", "task.num_evaluation=2", "evaluation.num_samples=2",
+    "evaluation.every=0",
+)  # fmt: skip
+PATHS = "model.path=builtin:countdown,/no/such/model"  # the second is a mistake that only the run itself can see
+
+
+def planned(out: Path, *grids: str, num_seeds: int = 1, overrides: tuple[str, ...] = TINY) -> Sweep:
+    return plan("demo/grpo", overrides, grids, num_seeds, out)
+
+
+def command(out: Path, *grids: str, overrides: tuple[str, ...] = TINY, seeds: int = 1) -> list[str]:
+    words = [word for grid in grids for word in ("--grid", grid)]
+    words += [word for override in overrides for word in ("--set", override)]
+    return [
+        sys.executable,
+        "-m",
+        "eepo",
+        "sweep",
+        "demo/grpo",
+        *words,
+        "--seeds",
+        str(seeds),
+        "--out",
+        str(out),
+    ]
+
+
+def one_thread() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+def quiet() -> Progress:
+    return Progress(Console(file=io.StringIO()))
+
+
+def end_at_once(process: subprocess.Popen[str]) -> None:
+    """With its runs: killed, it would leave them behind."""
+    while process.poll() is None:
+        process.terminate()
+        time.sleep(0.5)
+
+
+def call(words: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, capture_output=True, text=True, timeout=240, env=one_thread())
+
+
+# --- what is asked for ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("algorithm.gate=token,step", ("token", "step")),
+        ("algorithm.unlearn_lr=1e-4, 3e-4,auto", ("1e-4", "3e-4", "auto")),
+        ('task.template="{target}, {numbers}","x"', ('"{target}, {numbers}"', '"x"')),
+        ("rollout.stop='a,b'", ('"a,b"',)),
+    ],
+)  # fmt: skip
+def test_values_are_numbers_words_or_quoted_texts(text: str, values: tuple[str, ...]) -> None:
+    assert parse_grid(text).values == values
+
+
+@pytest.mark.parametrize(
+    ("grid", "said"),
+    [
+        ("algorithm.gate", "section.knob=value"),
+        ("gate=token", "section.knob=value"),
+        ("name=a,b", "section.knob=value"),
+        ("algorithm.gate=token,", "a value is empty"),
+        ("task.levels=[1,2],[3]", "lists and tables cannot"),
+        ('rollout.stop="a",["b"]', "lists and tables cannot"),
+        ('rollout.stop="a",b', "in quotes"),
+        ("training.seed=1,2", "--seeds"),
+        ("algorithm.gate=token,tokn", '"tokn" must be one of'),
+        ("algorithm.temprature=1", "unknown key algorithm.temprature"),
+        ("algorithm.temperature=nan", "algorithm.temperature = NaN"),
+        ("algorithm.temperature=1,1.0", "twice"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_grid_and_nothing_is_written(
+    grid: str, said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=r"^--grid") as error:
+        planned(tmp_path / "out", grid)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_knobs_are_checked_together(tmp_path: Path) -> None:
+    """group_size 6 goes with 3 stages and not with 4."""
+    grids = ("algorithm.num_stages=3,4", "algorithm.group_size=6")
+    with pytest.raises(
+        UserError, match=r"--grid algorithm.group_size=6 --grid algorithm.num_stages=4: .*got 6"
+    ):
+        planned(tmp_path, *grids)
+    assert len(planned(tmp_path, "algorithm.num_stages=2,3", grids[1]).points) == 2
+    with pytest.raises(UserError, match=r"algorithm.gate is given twice"):
+        planned(tmp_path, "algorithm.gate=token", "algorithm.gate=step")
+
+
+def test_points_are_the_product_and_every_seed_comes_whole(tmp_path: Path) -> None:
+    sweep = planned(
+        tmp_path, "algorithm.temperature=1,1.2", "algorithm.gate=token,step", num_seeds=2
+    )
+    names = [sweep.folder(*run).relative_to(tmp_path) for run in sweep.runs]
+    points = [
+        f"algorithm.gate={gate},algorithm.temperature={t}"
+        for gate in ("token", "step")
+        for t in ("1.0", "1.2")
+    ]
+    assert names == [Path(point) / f"seed-{seed}" for seed in (0, 1) for point in points]
+
+
+def test_the_order_of_grids_does_not_make_another_point(tmp_path: Path) -> None:
+    grids = ("algorithm.temperature=1", "algorithm.gate=step")
+    (one,), (other,) = planned(tmp_path, *grids).points, planned(tmp_path, *grids[::-1]).points
+    assert one.folder_name == other.folder_name
+
+
+def test_any_value_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    """Hostile to file systems: separators, dots, length, and two that look alike once cleaned."""
+    values = ("../../up", "a/b", "a:b", "x" * 300, "x" * 299 + "y", "..")
+    sweep = planned(tmp_path, f"model.path={','.join(values)}")
+    names = [point.folder_name for point in sweep.points]
+    assert len(set(names)) == len(values)
+    for name in names:
+        assert len(name) <= 120
+        assert (tmp_path / name).resolve().parent == tmp_path.resolve()
+
+
+def test_the_recipe_of_a_point_reads_back_as_that_point(tmp_path: Path) -> None:
+    sweep = planned(
+        tmp_path, "algorithm.unlearn_lr=1e-4,auto", r"model.path='a ü\b'", "model.device=cpu"
+    )
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipe.toml").write_text(recipe.dump(sweep.base))
+    for point in sweep.points:
+        file = tmp_path / "recipes" / "point.toml"
+        file.write_text(point.recipe_text())
+        assert recipe.load_run(file, ["training.seed=5"]) == point.run_config(5)
+
+
+def test_a_set_that_the_task_does_not_have_is_told_before_the_first_run(tmp_path: Path) -> None:
+    sweep = planned(tmp_path, "algorithm.temperature=1.0")
+    for name in ("", "in_range", "out_of_range"):
+        check_set(sweep, name)
+    with pytest.raises(UserError, match="--on range must be one of in_range, out_of_range"):
+        check_set(sweep, "range")
+
+
+def test_runs_share_the_cores_and_a_gpu_takes_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OMP_NUM_THREADS", "EEPO_GPU_SHARE"):
+        monkeypatch.delenv(name, raising=False)
+    assert default_jobs(planned(tmp_path, "model.device=cpu")) == max(1, num_cores() // 2)
+    assert default_jobs(planned(tmp_path, "model.device=cpu,cuda:0")) == 1
+    assert job_environment(1)["OMP_NUM_THREADS"] == str(num_cores())
+    assert job_environment(4 * num_cores())["OMP_NUM_THREADS"] == "1"
+    assert [job_environment(jobs)["EEPO_GPU_SHARE"] for jobs in (1, 8)] == ["1.0", "0.125"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert job_environment(1)["OMP_NUM_THREADS"] == "7"
+
+
+# --- for real ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def swept(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    out = tmp_path_factory.mktemp("swept") / "out"
+    return out, call(command(out, PATHS))
+
+
+def good_and_bad(out: Path) -> tuple[Path, Path]:
+    (good,), (bad,) = out.glob("model.path=builtin*/seed-0"), out.glob("model.path=_no*/seed-0")
+    return good, bad
+
+
+def test_a_run_that_fails_is_named_with_its_reason_and_the_others_are_kept(
+    swept: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    out, ran = swept
+    good, bad = good_and_bad(out)
+    assert ran.returncode == 1, ran.stderr
+    assert len(list(read_records(good / METRICS))) == 1
+    assert (good / "final" / "config.json").is_file()
+    assert not (bad / METRICS).exists()
+    last = (bad / "log.txt").read_text().strip().splitlines()[-1]
+    assert f"{bad.parent.name} seed 0: {last}" in ran.stdout
+    assert "/no/such/model" in last
+    assert "1 of 2 runs failed; the same command tries them again" in ran.stdout
+
+
+def test_a_sweep_leaves_tables_and_the_figure(
+    swept: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    out, _ = swept
+    rows: list[dict[str, Any]] = [
+        json.loads(line) for line in (out / "sweep.jsonl").read_text().splitlines()
+    ]
+    assert {row["knobs"]["model.path"]: row["seeds"] for row in rows} == {
+        "builtin:countdown": [0],
+        "/no/such/model": [],
+    }
+    assert "Without a finished run: path=/no/such/model." in (out / "sweep.md").read_text()
+    assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert b"<svg" in (out / "sweep.svg").read_bytes()
+
+
+def test_what_is_finished_is_not_started_again(
+    swept: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    out, _ = swept
+    good, bad = good_and_bad(out)
+    before = {path: path.stat().st_mtime_ns for path in good.rglob("*") if path.is_file()}
+    tried = (bad / "log.txt").stat().st_mtime_ns
+    assert list(run_sweep(planned(out, PATHS), 1, quiet())) == [f"{bad.parent.name} seed 0"]
+    assert {path: path.stat().st_mtime_ns for path in good.rglob("*") if path.is_file()} == before
+    assert (bad / "log.txt").stat().st_mtime_ns > tried, "the one that failed is tried again"
+
+
+def test_another_grid_seed_or_more_steps_add_to_what_is_there(
+    swept: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    out, _ = swept
+    more = planned(out, "model.path=builtin:countdown,other", num_seeds=2)
+    assert [more.is_finished(*run) for run in more.runs] == [True, False, False, False]
+    longer = planned(out, PATHS, overrides=(*TINY, "training.num_steps=2"))
+    assert not any(longer.is_finished(*run) for run in longer.runs)
+
+
+def test_a_folder_of_another_sweep_or_of_a_run_is_refused(
+    swept: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    out, _ = swept
+    with pytest.raises(UserError, match=r"clip_high = 0.3, but .* --set again, or another --out$"):
+        planned(out, PATHS, overrides=(*TINY, "algorithm.clip_high=0.3"))
+    with pytest.raises(UserError, match="holds a run; a sweep needs a folder of its own"):
+        planned(good_and_bad(out)[0], PATHS)
+
+
+def test_a_sweep_stopped_for_real_saves_its_runs_and_goes_on(tmp_path: Path) -> None:
+    """SIGTERM in the middle of training; then the same sweep, with just one step more than was done."""
+    out, grid = tmp_path / "out", "algorithm.temperature=1.0"
+    folder = out / grid / "seed-0"
+    endless = (*TINY, "training.num_steps=3000", "training.checkpoint_every=0")
+    pipe = subprocess.PIPE
+    words = command(out, grid, overrides=endless)
+    process = subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, env=one_thread())
+    try:
+        end = time.monotonic() + 200
+        while not (folder / METRICS).exists() and process.poll() is None and time.monotonic() < end:
+            time.sleep(0.1)
+        with pytest.raises(UserError, match="is at work there"):
+            run_sweep(planned(out, grid, overrides=endless), 1, quiet())
+        process.send_signal(signal.SIGTERM)
+        said, complained = process.communicate(timeout=60)
+    finally:
+        end_at_once(process)
+    assert process.returncode == 2, complained
+    assert "stopping: runs end after the step they are in" in said
+    assert "stopped with 0 of 1 runs finished; the same command goes on" in complained
+    steps = (folder / METRICS).read_text().splitlines(keepends=True)
+    (saved,) = (folder / "checkpoints").iterdir()
+    assert int(saved.name.removeprefix("step-")) == len(steps)
+    ran = call(command(out, grid, overrides=(*TINY, f"training.num_steps={len(steps) + 1}")))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    after = (folder / METRICS).read_text().splitlines(keepends=True)
+    assert after[: len(steps)] == steps
+    assert len(after) == len(steps) + 1

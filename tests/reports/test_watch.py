@@ -1,0 +1,354 @@
+"""The live page: it follows a run through stops and resumptions, and answers nobody but this machine's own browser."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eepo.reports import watch
+from eepo.reports.watch import LONG, Place, Watched, WatchServer, outer_page, read_place
+from eepo.runs.runlog import ALARMS, COMPLETIONS, EVALUATIONS, METRICS, RunLog
+from eepo.types import UserError
+
+
+def metrics(step: int) -> dict[str, Any]:
+    return {
+        "step": step, "reward": 0.25, "entropy": 0.5, "length": 9.0, "stage1/reward": 0.25, "stage1/entropy": 0.5,
+        "stage1/length": 9.0, "seconds/stage1": 1.0, "seconds/total": 2.0, "zero_advantage_share": 0.5,
+    }  # fmt: skip
+
+
+def begin(folder: Path, name: str = "grpo", num_steps: int = 9) -> RunLog:
+    log = RunLog(folder)
+    log.write_recipe(f'name = "{name}"\n[training]\nnum_steps = {num_steps}\nseed = 0\n')
+    return log
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., WatchServer]]:
+    servers = []
+
+    def start(*folders: Path, clock: Callable[[], float] = time.time) -> WatchServer:
+        server = WatchServer(Watched(folders, clock), 0, 5.0)
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        servers.append(server)
+        return server
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def get(
+    server: WatchServer, path: str, host: str | None = None, method: str = "GET"
+) -> tuple[int, dict[str, str], str]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=60)
+    connection.request(method, path, headers={"Host": host} if host else {})
+    answer = connection.getresponse()
+    body = answer.read().decode("utf-8")
+    connection.close()
+    return answer.status, {key.lower(): value for key, value in answer.getheaders()}, body
+
+
+def status(server: WatchServer) -> dict[str, Any]:
+    return json.loads(get(server, "/status")[2])
+
+
+# --- following a run --------------------------------------------------------------------------------------------------
+
+
+def test_it_follows_a_run_from_before_its_folder_exists_to_its_end(
+    tmp_path: Path, serve: Callable[..., WatchServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "REST", 0)
+    folder = tmp_path / "run"
+    server = serve(folder)
+    versions = [status(server)["version"]]
+    assert status(server)["line"] == "no step yet"
+    assert "no step has been finished yet" in get(server, "/report")[2]
+    log = begin(folder)
+    log.append(METRICS, metrics(1))
+    versions.append(status(server)["version"])
+    assert status(server)["line"].startswith("step 1 of 9, 0 s ago")
+    assert "seed 0, 1 steps" in get(server, "/report")[2]
+    log.append(METRICS, metrics(2))
+    versions.append(status(server)["version"])
+    assert "seed 0, 2 steps" in get(server, "/report")[2]
+    log.append(
+        EVALUATIONS,
+        {"step": 2, "kind": "full", "set": "x", "greedy": 1.0, "num_problems": 1, "pass@k": {}},
+    )
+    versions.append(status(server)["version"])
+    assert status(server)["line"] == "step 2 of 9, finished"
+    assert len(set(versions)) == 4
+
+
+def test_a_run_that_goes_back_to_its_checkpoint_is_followed_there(
+    tmp_path: Path, serve: Callable[..., WatchServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "REST", 0)
+    log = begin(tmp_path)
+    log.append(METRICS, *map(metrics, (1, 2, 3)))
+    with (tmp_path / METRICS).open("a") as file:
+        file.write('{"step": 4, "rew')  # killed while writing
+    server = serve(tmp_path)
+    assert "seed 0, 3 steps" in get(server, "/report")[2]
+    before = status(server)
+    assert before["line"].startswith("step 3 ")
+    log.rewind(1)
+    after = status(server)
+    assert after["version"] != before["version"]
+    assert after["line"].startswith("step 1 ")
+    assert "seed 0, 1 steps" in get(server, "/report")[2]
+    shutil.rmtree(tmp_path)
+    assert status(server)["line"] == "no step yet"
+    assert "no step has been finished yet" in get(server, "/report")[2]
+
+
+@pytest.mark.parametrize("name", [METRICS, EVALUATIONS, COMPLETIONS, "recipe.toml"])
+def test_a_damaged_file_is_told_of_and_does_not_end_it(
+    name: str, tmp_path: Path, serve: Callable[..., WatchServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "REST", 0)
+    begin(tmp_path).append(METRICS, metrics(1))
+    kept = (tmp_path / name).read_text() if (tmp_path / name).exists() else ""
+    (tmp_path / name).write_text("not <json>\n" + kept)
+    server = serve(tmp_path)
+    code, _, page = get(server, "/report")
+    assert (code, "cannot be drawn now" in page, name in page) == (200, True, True)
+    assert get(server, "/status")[0] == 200
+    (tmp_path / name).write_text(kept)
+    assert "seed 0, 1 steps" in get(server, "/report")[2]
+
+
+def test_the_runs_of_a_comparison_appear_as_they_begin(
+    tmp_path: Path, serve: Callable[..., WatchServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "REST", 0)
+    server = serve(tmp_path)
+    begin(tmp_path / "grpo" / "seed-0").append(METRICS, metrics(1))
+    begin(tmp_path / "eepo" / "seed-0", name="eepo")
+    line = status(server)["line"]
+    assert "eepo/seed-0: no step yet" in line
+    assert "grpo/seed-0: step 1 of 9" in line
+    page = get(server, "/report")[2]
+    assert "grpo: seed 0, 1 steps" in page
+    assert "eepo: seed" not in page
+    (RunLog(tmp_path / "eepo" / "seed-0")).append(METRICS, metrics(1), metrics(2))
+    assert "eepo: seed 0, 2 steps" in get(server, "/report")[2]
+
+
+def test_a_sweep_s_folder_stands_for_its_runs(tmp_path: Path) -> None:
+    """It has a recipe of its own, and no steps."""
+    begin(tmp_path)
+    assert Watched([tmp_path]).run_folders() == [tmp_path]
+    begin(tmp_path / "gate=step" / "seed-0")
+    assert Watched([tmp_path]).run_folders() == [tmp_path / "gate=step" / "seed-0"]
+
+
+def test_alarms_that_are_on_are_shown(tmp_path: Path, serve: Callable[..., WatchServer]) -> None:
+    log = begin(tmp_path)
+    log.append(METRICS, metrics(1))
+    log.append(ALARMS, {"step": 1, "alarm": "entropy_below", "state": "on"})
+    server = serve(tmp_path)
+    assert status(server)["alarms"] == ["alarm: entropy_below, said at step 1"]
+    log.append(ALARMS, {"step": 1, "alarm": "entropy_below", "state": "off"})
+    assert status(server)["alarms"] == []
+
+
+def test_a_run_that_stands_still_is_said_to() -> None:
+    place = Place(step=3, num_steps=9, seconds=10.0, written=1000.0)
+    assert "no new step" not in place.line(1000.0 + LONG + 49)
+    assert place.line(1000.0 + LONG + 51) == "step 3 of 9, 111 s ago: no new step for a while"
+    assert "2 h ago" in place.line(1000.0 + 7300)
+    assert "0 s ago" in place.line(900.0), "clocks of file servers may run ahead"
+
+
+def test_an_empty_metrics_file_is_no_step(tmp_path: Path) -> None:
+    begin(tmp_path)
+    (tmp_path / METRICS).touch()
+    assert read_place(tmp_path) == Place()
+
+
+# --- cost -------------------------------------------------------------------------------------------------------------
+
+
+def test_it_draws_only_when_files_changed_and_then_rests(
+    tmp_path: Path, serve: Callable[..., WatchServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, draws = [1000.0], []
+
+    def slow(folders: Any, out: Path) -> Path:
+        draws.append(now[0])
+        now[0] += 2.0  # what a drawing takes
+        out.write_text(f"drawing {len(draws)}")
+        return out
+
+    monkeypatch.setattr(watch, "write_report", slow)
+    log = begin(tmp_path)
+    log.append(METRICS, metrics(1))
+    server = serve(tmp_path, clock=lambda: now[0])
+    assert [get(server, "/report")[2] for _ in range(3)] == ["drawing 1"] * 3
+    first = status(server)["version"]
+    log.append(METRICS, metrics(2))
+    assert status(server)["version"] == first, "resting"
+    assert get(server, "/report")[2] == "drawing 1"
+    now[0] += 2.0 * watch.REST + 0.1
+    assert status(server)["version"] != first
+    assert get(server, "/report")[2] == "drawing 2"
+    assert len(draws) == 2
+
+
+# --- who may ask what -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:9999", "127.0.0.1", "127.0.0.1:8642"])
+def test_this_machine_is_answered(
+    host: str, tmp_path: Path, serve: Callable[..., WatchServer]
+) -> None:
+    assert get(serve(tmp_path), "/status", host)[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/", "/report", "/status"])
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example:8642",
+        "a@localhost",
+        "[::1",
+        "192.168.0.2",
+    ],
+)
+def test_a_page_from_elsewhere_under_another_name_is_refused(
+    host: str, path: str, tmp_path: Path, serve: Callable[..., WatchServer]
+) -> None:
+    code, headers, body = get(serve(tmp_path), path, host)
+    assert (code, body) == (403, "only as localhost\n")
+    assert "access-control-allow-origin" not in headers
+
+
+def test_a_request_without_a_host_is_refused(
+    tmp_path: Path, serve: Callable[..., WatchServer]
+) -> None:
+    with socket.create_connection(
+        ("127.0.0.1", serve(tmp_path).server_address[1]), timeout=30
+    ) as connection:
+        connection.sendall(b"GET /status HTTP/1.0\r\n\r\n")
+        assert b" 403 " in connection.recv(1000).splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/recipe.toml",
+        "/metrics.jsonl",
+        "/../recipe.toml",
+        "/report/",
+        "/report?x=1",
+        "/%2e%2e/",
+        "/.",
+    ],
+)
+def test_there_is_nothing_else(
+    path: str, tmp_path: Path, serve: Callable[..., WatchServer]
+) -> None:
+    begin(tmp_path).append(METRICS, metrics(1))
+    assert get(serve(tmp_path), path)[::2] == (404, "nothing here\n")
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
+def test_nothing_can_be_sent(
+    method: str, tmp_path: Path, serve: Callable[..., WatchServer]
+) -> None:
+    assert get(serve(tmp_path), "/", method=method)[0] == 501
+
+
+def test_it_listens_on_the_loopback_address_alone(
+    tmp_path: Path, serve: Callable[..., WatchServer]
+) -> None:
+    server = serve(tmp_path)
+    assert server.socket.getsockname()[0] == "127.0.0.1"
+    assert server.url.startswith("http://127.0.0.1:")
+
+
+def test_headers_keep_pages_fresh_and_scripts_out(
+    tmp_path: Path, serve: Callable[..., WatchServer]
+) -> None:
+    server = serve(tmp_path)
+    for path in ("/", "/report", "/status", "/nothing"):
+        headers = get(server, path)[1]
+        assert headers["cache-control"] == "no-store"
+        assert headers["x-content-type-options"] == "nosniff"
+        assert "content-security-policy" in headers
+        assert "Python" not in headers["server"]
+    policy, page = get(server, "/")[1]["content-security-policy"], get(server, "/")[2]
+    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in policy
+    assert policy.startswith("default-src 'none'")
+    assert 'data-interval="5"' in page
+    assert get(server, "/report")[1]["content-security-policy"] == "frame-ancestors 'self'"
+
+
+def test_a_folders_name_is_text(tmp_path: Path) -> None:
+    folder = tmp_path / "<script>alert(1)<"
+    assert "<script>" not in Watched([folder]).page().decode()
+    assert outer_page(0.5).count("<script>") == 1
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_and_a_taken_port_are_one_line(
+    tmp_path: Path, serve: Callable[..., WatchServer]
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="is a file"):
+        Watched([tmp_path / "file"])
+    port = serve(tmp_path).server_address[1]
+    with pytest.raises(UserError, match=f"--port {port} cannot be used") as caught:
+        WatchServer(Watched([tmp_path]), port, 5.0)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_ctrl_c_ends_the_command_in_order(tmp_path: Path) -> None:
+    begin(tmp_path).append(METRICS, metrics(1))
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "eepo", "watch", str(tmp_path), "--port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TERM": "dumb"},
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # tests in the background ignore it
+    )
+    try:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert re.search(r"at http://127\.0\.0\.1:\d+/", said)
+    assert (process.returncode, errors) == (0, "")
