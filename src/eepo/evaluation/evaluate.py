@@ -1,9 +1,12 @@
-"""Evaluate: each problem once greedily and `num_samples` times drawn; then pass@1, pass@k and distinct answers."""
+"""Evaluates a policy during training: greedy accuracy, pass@k and distinct answers of a prompt set.
+
+Each problem gets one greedy completion and `num_samples` sampled ones.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,54 +14,129 @@ from eepo.evaluation.estimates import pass_at_k, powers_of_two
 from eepo.protocols import Reward, RolloutEngine
 from eepo.types import Completion, Prompt, Sampling
 
-CHUNK = 64  # prompts between two reports of progress
+PROMPTS_PER_CALL = 64  # progress is reported after each call of the engine
 
 
 @dataclass(frozen=True)
 class ProblemResult:
+    """Holds the results of one problem. Only `greedy` is not about the sampled completions."""
+
     id: str
-    greedy: bool
-    correct: int  # of the drawn samples
-    distinct: int  # different correct answers among them
-    length: float
-    truncated: int
-    no_answer: int  # of the drawn samples: the grader found none
+    greedy: bool  # whether the greedy completion is correct
+    correct: int  # correct completions
+    distinct: int  # different correct answers
+    length: float  # mean number of tokens
+    truncated: int  # completions that were cut off at the length limit
+    no_answer: int  # completions in which the grader found no answer
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class SetResult:
+    """Holds the results of all problems of one prompt set."""
+
     num_samples: int
     problems: list[ProblemResult]
     seconds: float
 
     def row(self, with_problems: bool) -> dict[str, Any]:
-        """As it stands in the run log."""
-        results, number = self.problems, len(self.problems)
+        """Return the row for the run log; `with_problems` adds the results of each problem."""
         row: dict[str, Any] = {
-            "num_problems": number,
+            "num_problems": len(self.problems),
             "num_samples": self.num_samples,
-            "greedy": sum(result.greedy for result in results) / number,
-            "mean": sum(result.correct for result in results) / number / self.num_samples,
+            "greedy": self._mean("greedy"),
+            "mean": self._mean("correct") / self.num_samples,
             "pass@k": {str(k): self.pass_at(k) for k in powers_of_two(self.num_samples)},
-            "distinct": sum(result.distinct for result in results) / number,
-            "length": sum(result.length for result in results) / number,
-            "truncated_share": sum(result.truncated for result in results)
-            / number
-            / self.num_samples,
-            "no_answer_share": sum(result.no_answer for result in results)
-            / number
-            / self.num_samples,
+            "distinct": self._mean("distinct"),
+            "length": self._mean("length"),
+            "truncated_share": self._mean("truncated") / self.num_samples,
+            "no_answer_share": self._mean("no_answer") / self.num_samples,
             "seconds": self.seconds,
         }
         if with_problems:
             keys = ("id", "greedy", "correct", "distinct")
-            row["problems"] = [{key: getattr(result, key) for key in keys} for result in results]
+            row["problems"] = [{key: getattr(p, key) for key in keys} for p in self.problems]
         return row
 
     def pass_at(self, k: int) -> float:
-        return sum(
-            pass_at_k(self.num_samples, result.correct, k) for result in self.problems
-        ) / len(self.problems)
+        estimates = [pass_at_k(self.num_samples, p.correct, k) for p in self.problems]
+        return sum(estimates) / len(estimates)
+
+    def _mean(self, field: str) -> float:
+        return sum(getattr(problem, field) for problem in self.problems) / len(self.problems)
+
+
+def _no_progress(num_prompts: int) -> None:
+    pass
+
+
+@dataclass
+class Evaluator:
+    """Samples from the weights that `engine` holds, and grades the completions with `reward`."""
+
+    engine: RolloutEngine
+    reward: Reward
+
+    def evaluate(
+        self,
+        sets: Mapping[str, Sequence[Prompt]],
+        num_samples: int,
+        sampling: Sampling,
+        advance: Callable[[int], None] = _no_progress,
+    ) -> dict[str, SetResult]:
+        """Return the result of each named prompt set.
+
+        `sampling` applies to the `num_samples` sampled completions. The greedy completion has the
+        same length limit. `advance` is called with the number of prompts done since its last call.
+        """
+        return {
+            name: self._evaluate_set(prompts, num_samples, sampling, advance)
+            for name, prompts in sets.items()
+        }
+
+    def _evaluate_set(
+        self,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        sampling: Sampling,
+        advance: Callable[[int], None],
+    ) -> SetResult:
+        started = time.perf_counter()
+        greedy_sampling = Sampling(temperature=0.0, max_new_tokens=sampling.max_new_tokens)
+        results: list[ProblemResult] = []
+        for start in range(0, len(prompts), PROMPTS_PER_CALL):
+            chunk = list(prompts[start : start + PROMPTS_PER_CALL])
+            greedy = self.engine.generate(chunk, 1, greedy_sampling)
+            samples = self.engine.generate(chunk, num_samples, sampling)
+            results += self._grade(chunk, greedy, samples)
+            advance(len(chunk))
+        return SetResult(num_samples, results, time.perf_counter() - started)
+
+    def _grade(
+        self,
+        prompts: Sequence[Prompt],
+        greedy: Sequence[list[Completion]],
+        samples: Sequence[list[Completion]],
+    ) -> list[ProblemResult]:
+        """Grade all completions in one call, so that the grader can work in parallel."""
+        groups = [first + sampled for first, sampled in zip(greedy, samples, strict=True)]
+        owners = [p for p, group in zip(prompts, groups, strict=True) for _ in group]
+        verdicts = iter(self.reward.grade(owners, [c.text for group in groups for c in group]))
+        results = []
+        for prompt, completions in zip(prompts, samples, strict=True):
+            greedy_verdict = next(verdicts)
+            sample_verdicts = [next(verdicts) for _ in completions]
+            results.append(
+                ProblemResult(
+                    id=prompt.id,
+                    greedy=greedy_verdict.correct,
+                    correct=sum(v.correct for v in sample_verdicts),
+                    distinct=len({v.answer for v in sample_verdicts if v.correct}),
+                    length=sum(len(c.token_ids) for c in completions) / len(completions),
+                    truncated=sum(not c.finished for c in completions),
+                    no_answer=sum(v.answer is None for v in sample_verdicts),
+                )
+            )
+        return results
 
 
 def evaluate(
@@ -67,46 +145,7 @@ def evaluate(
     prompts: Sequence[Prompt],
     num_samples: int,
     sampling: Sampling,
-    progress: Callable[[int], None] = lambda done: None,
-) -> Evaluation:
-    """`engine` must hold the weights to be judged. `progress` is told how many more prompts are done."""
-    started = time.perf_counter()
-    greedy_sampling = Sampling(temperature=0.0, max_new_tokens=sampling.max_new_tokens)
-    results: list[ProblemResult] = []
-    for start in range(0, len(prompts), CHUNK):
-        chunk = list(prompts[start : start + CHUNK])
-        greedy = engine.generate(chunk, 1, greedy_sampling)
-        groups = engine.generate(chunk, num_samples, sampling)
-        results += _grade(reward, chunk, greedy, groups)
-        progress(len(chunk))
-    return Evaluation(num_samples, results, time.perf_counter() - started)
-
-
-def _grade(
-    reward: Reward,
-    prompts: list[Prompt],
-    greedy: list[list[Completion]],
-    groups: list[list[Completion]],
-) -> list[ProblemResult]:
-    pairs = [
-        (prompt, c.text)
-        for prompt, one, group in zip(prompts, greedy, groups, strict=True)
-        for c in one + group
-    ]
-    verdicts = iter(reward.grade([prompt for prompt, _ in pairs], [text for _, text in pairs]))
-    results = []
-    for prompt, group in zip(prompts, groups, strict=True):
-        greedy_right = next(verdicts).correct
-        drawn = [next(verdicts) for _ in group]
-        results.append(
-            ProblemResult(
-                id=prompt.id,
-                greedy=greedy_right,
-                correct=sum(verdict.correct for verdict in drawn),
-                distinct=len({verdict.answer for verdict in drawn if verdict.correct}),
-                length=sum(len(completion.token_ids) for completion in group) / len(group),
-                truncated=sum(not completion.finished for completion in group),
-                no_answer=sum(verdict.answer is None for verdict in drawn),
-            )
-        )
-    return results
+    advance: Callable[[int], None] = _no_progress,
+) -> SetResult:
+    """Evaluate a single prompt set; see `Evaluator.evaluate`."""
+    return Evaluator(engine, reward).evaluate({"": prompts}, num_samples, sampling, advance)[""]
