@@ -239,7 +239,7 @@ def draw_table(args: argparse.Namespace, device: torch.device, rate: float) -> s
 
 
 def _draw_microseconds(num_rows: int, device: torch.device, repeats: int = 20) -> float:
-    draw = kernels.chosen("draw", device)
+    draw = kernels.chosen("sample_tokens", device)
     state, outputs = RowState.of(num_rows, device), _outputs(num_rows, repeats + 1, device)
     every, temperature = torch.arange(num_rows, device=device), torch.ones(1, device=device)
     state.outputs.copy_(every)

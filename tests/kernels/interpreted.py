@@ -24,9 +24,9 @@ from eepo.model import lm_head as plain_head
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("TRITON_INTERPRET=1 is not set", allow_module_level=True)
 
-from eepo.kernels import draw as draw_module
 from eepo.kernels import lm_head as head_module
 from eepo.kernels import paged_attention as attention_module
+from eepo.kernels import sampling
 from eepo.rollout.paged.engine import PagedEngine
 from eepo.rollout.transformers import TransformersEngine
 from eepo.types import Prompt, Sampling
@@ -38,13 +38,13 @@ LAST = 2**53 - 1  # the largest draw, in units of 2^-53
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draw_module, "BLOCK", 16)
+    monkeypatch.setattr(sampling, "BLOCK", 16)
     monkeypatch.setattr(head_module, "BLOCK", 16)
 
 
 def test_these_are_the_kernels_that_would_be_chosen() -> None:
     assert kernels.available(CPU)
-    assert kernels.chosen("draw", CPU) is draw_module.draw
+    assert kernels.chosen("sample_tokens", CPU) is sampling.sample_tokens
     assert kernels.chosen("paged_attention", CPU) is attention_module.paged_attention
 
 
@@ -103,9 +103,9 @@ def drawn_by_both(
     inverse = torch.tensor([1 / temperature if temperature else 0.0])
     given = logits, torch.tensor(sources), torch.tensor(slots), inverse, torch.tensor(ends)
     theirs = copy.deepcopy((state, outputs))
-    reference.draw(*given, *theirs)
+    reference.sample_tokens(*given, *theirs)
     ours = copy.deepcopy((state, outputs))
-    draw_module.draw(*given, *ours)
+    sampling.sample_tokens(*given, *ours)
     for one, other in zip(ours, theirs, strict=True):
         for part in fields(one):
             got, expected = getattr(one, part.name), getattr(other, part.name)
@@ -205,7 +205,7 @@ def test_a_draw_of_0_does_not_leave_a_block_that_hardly_weighs() -> None:
     state, outputs = books(1, 1, 3)
     state.keys = torch.tensor([key_of(0, 0)])
     inverse = torch.tensor([1.0])
-    draw_module.draw(
+    sampling.sample_tokens(
         logits, torch.tensor([0]), torch.tensor([0]), inverse, torch.tensor([-1]), state, outputs
     )
     assert 0 <= state.tokens.item() < 48
@@ -222,7 +222,7 @@ def test_huge_logits_overflow_nothing(size: float) -> None:
     state, outputs = books(3, 3, 3)
     inverse, ends = torch.tensor([1.0]), torch.tensor([-1])
     every = torch.arange(3)
-    draw_module.draw(logits, every, every, inverse, ends, state, outputs)
+    sampling.sample_tokens(logits, every, every, inverse, ends, state, outputs)
     expected = logits.double().log_softmax(1)
     tokens = state.tokens
     assert tokens[1] == 7
@@ -255,7 +255,7 @@ def test_logits_that_are_no_numbers_draw_a_token_of_the_vocabulary(temperature: 
         math.nan,
     )  # the interpreter finds no largest where all are
     inverse = torch.tensor([temperature])
-    draw_module.draw(logits, every, every, inverse, torch.tensor([-1]), state, outputs)
+    sampling.sample_tokens(logits, every, every, inverse, torch.tensor([-1]), state, outputs)
     assert all(0 <= token < 37 for token in state.tokens.tolist())
 
 

@@ -12,8 +12,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from eepo.kernels import draw, paged_attention
 from eepo.kernels import lm_head as head
+from eepo.kernels import paged_attention, sampling
 
 CARDS = [80, 90]  # Ampere, Hopper
 INT64 = {
@@ -79,11 +79,11 @@ def compiled(
 
 @pytest.mark.parametrize("card", CARDS)
 def test_draws(card: int) -> None:
-    constants = {"NUM_BLOCKS": 75, "PADDED_BLOCKS": 128, "BLOCK": draw.BLOCK, "NUM_ENDS": 2}
-    assert compiled(draw._join_kernel, constants, card, 8).asm["cubin"]
-    assert compiled(draw._block_kernel, {"PADDED_BLOCKS": 128, "BLOCK": draw.BLOCK}, card, 4).asm[
-        "cubin"
-    ]
+    constants = {"NUM_BLOCKS": 75, "PADDED_BLOCKS": 128, "BLOCK": sampling.BLOCK, "NUM_ENDS": 2}
+    assert compiled(sampling._join_kernel, constants, card, 8).asm["cubin"]
+    assert compiled(
+        sampling._block_kernel, {"PADDED_BLOCKS": 128, "BLOCK": sampling.BLOCK}, card, 4
+    ).asm["cubin"]
 
 
 @pytest.mark.parametrize("card", CARDS)

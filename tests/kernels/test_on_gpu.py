@@ -10,8 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from eepo import kernels
-from eepo.kernels import draw as draw_module
-from eepo.kernels import reference
+from eepo.kernels import reference, sampling
 from eepo.kernels.row_state import Outputs, RowState
 from eepo.model.batching import MicroBatch, Packed
 from eepo.model.compilation import compile_layers
@@ -56,10 +55,10 @@ def test_draws_of_a_real_vocabulary(num_rows: int, temperature: float, dtype: to
     inverse = torch.tensor([1 / temperature if temperature else 0.0], device=GPU)
     given = logits, every, every, inverse, torch.tensor([1], device=GPU)
     plain = copy.deepcopy((state, outputs))
-    reference.draw(*given, *plain)
+    reference.sample_tokens(*given, *plain)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    draw_module.draw(*given, state, outputs)
+    sampling.sample_tokens(*given, state, outputs)
     assert torch.cuda.max_memory_allocated() - before <= 2048 * num_rows  # what the blocks found
     same = (outputs.tokens == plain[1].tokens).all(1)
     assert same.float().mean() >= 0.99  # sums in another order may step over a neighbour

@@ -22,7 +22,7 @@ INF = math.inf
 def test_without_a_gpu_the_plain_forms_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert not kernels.available(CPU)
-    assert kernels.chosen("draw", CPU) is reference.draw
+    assert kernels.chosen("sample_tokens", CPU) is reference.sample_tokens
     assert kernels.chosen("paged_attention", CPU) is reference.paged_attention
 
 
@@ -47,8 +47,11 @@ def test_kernels_need_triton_and_can_be_switched_off(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
     assert not kernels.available(gpu)
     assert kernels.missing() == "Triton is not installed"
-    assert kernels.chosen("draw", gpu) is reference.draw
-    assert "eepo.kernels.draw" not in sys.modules or kernels.chosen("draw", gpu) is reference.draw
+    assert kernels.chosen("sample_tokens", gpu) is reference.sample_tokens
+    assert (
+        "eepo.kernels.sampling" not in sys.modules
+        or kernels.chosen("sample_tokens", gpu) is reference.sample_tokens
+    )
 
 
 @pytest.mark.usefixtures("unsure")
@@ -126,7 +129,7 @@ def test_rows_draw_by_themselves_until_they_end(temperature: float) -> None:
                 expected[slot].append(plain_row(row, keys[slot], len(expected[slot]), temperature))
                 if expected[slot][-1][0] in ends or len(expected[slot]) == (2 if slot == 1 else 6):
                     alive.remove(slot)
-        reference.draw(
+        reference.sample_tokens(
             logits,
             sources,
             torch.tensor([2, 0, 1, 3]),

@@ -39,7 +39,10 @@ def available(device: torch.device) -> bool:
     return device.type == "cuda" and not missing()
 
 
+MODULES = {"sample_tokens": "sampling", "paged_attention": "paged_attention"}
+
+
 def chosen(name: str, device: torch.device) -> Callable[..., Any]:
     """The kernel of this name where it can run, or its plain form."""
-    module = f"eepo.kernels.{name}" if available(device) else "eepo.kernels.reference"
+    module = f"eepo.kernels.{MODULES[name]}" if available(device) else "eepo.kernels.reference"
     return getattr(importlib.import_module(module), name)

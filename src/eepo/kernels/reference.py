@@ -45,7 +45,7 @@ def uniforms(keys: Tensor, positions: Tensor | int) -> Tensor:
     return _shift(mixed, 11).to(torch.float64) * 2.0**-53
 
 
-def draw(
+def sample_tokens(
     logits: Tensor,
     sources: Tensor,
     slots: Tensor,
@@ -54,7 +54,7 @@ def draw(
     state: RowState,
     outputs: Outputs,
 ) -> None:
-    """As `draw.draw`."""
+    """As `sampling.sample_tokens`."""
     alive = state.live[slots].bool()
     slots, logits = slots[alive], logits[sources[alive]].float()
     inverse, drawn, lines = float(inverse_temperature), state.num_drawn[slots], state.outputs[slots]

@@ -88,7 +88,7 @@ class Buffers:
         self.draw(hidden, self.every[:size], self.every[:size])
 
     def draw(self, hidden: Tensor, sources: Tensor, slots: Tensor) -> None:
-        draw = kernels.chosen("draw", hidden.device)
+        draw = kernels.chosen("sample_tokens", hidden.device)
         logits = Head.of(self.engine.model).logits(hidden)
         draw(
             logits,

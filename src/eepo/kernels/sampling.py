@@ -1,6 +1,6 @@
 """One draw for each row from its logits, and the row's books: the vocabulary is read once, and one block of it twice.
 
-What it draws is what `reference.draw` draws. Each block of each row has a program of its own, so that the whole card
+What it draws is what `reference.sample_tokens` draws. Each block of each row has a program of its own, so that the whole card
 reads, however few rows there are; a second kernel joins what these found.
 """
 
@@ -123,7 +123,7 @@ def _join_kernel(
     tl.store(live + slot, ((position + 1 < tl.load(limits + slot)) & (ended == 0)).to(tl.int32))
 
 
-def draw(
+def sample_tokens(
     logits: Tensor,  # [P, V]
     sources: Tensor,  # [B] int64: the row of `logits` each draw is from
     slots: Tensor,  # [B] int64: whose draw it is
