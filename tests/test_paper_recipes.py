@@ -127,12 +127,13 @@ def test_a_card_s_recipe_laid_over_both_makes_room_and_changes_nothing_else(
     )
     assert config.training == dataclasses.replace(alone.training, optimizer=optimizer)
     assert (config.name, config.algorithm, config.task) == (alone.name, alone.algorithm, alone.task)
-    needs = memory.needs(shape, config, 1024, torch.bfloat16, cuda=True)
-    assert needs.total < 0.9 * room
-    assert (
-        needs.cache / 4 < room - sum(needs.held.values()) - needs.phases["sampling"]
-    )  # rows of a quarter's length
-    assert memory.needs(shape, alone, 1024, torch.bfloat16, cuda=True).total > 0.85 * room
+    estimate = memory.Budget(shape, config, 1024, torch.bfloat16, True, room).estimate()
+    assert estimate.total < 0.9 * room
+    # The cache must hold all rows at a quarter of their full length.
+    left = room - estimate.persistent_total - estimate.phases["sampling"]
+    assert estimate.kv_cache / 4 < left
+    alone_estimate = memory.Budget(shape, alone, 1024, torch.bfloat16, True, room).estimate()
+    assert alone_estimate.total > 0.85 * room
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -1,16 +1,18 @@
-"""Look at a recipe before hours are spent on it: one finding after the other, each with what to change.
+"""Checks a recipe before a long run: reports findings one by one, each with advice what to change.
 
-A check that fails hides none of those after it that can still run. Nothing is trained and nothing is written.
+The checks run in the order in which they are defined below, cheap ones first. If a check fails,
+only the checks that depend on it are skipped. Nothing is trained and nothing is written.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 
@@ -25,353 +27,395 @@ from eepo.rollout.transformers import TransformersEngine
 from eepo.tasks import build_task
 from eepo.types import Completion, Prompt, Sampling, UserError, Verdict, mean_entropy
 
-GOLD_PROMPTS = 200  # of training, and of each evaluation set, whose gold answer is graded
-GOLD_SHARE = 0.98  # under it the reward is called wrong; above it, single golds are
-PREVIEW = 600  # characters of a prompt
-SAMPLES = 4  # completions for each prompt, at most
-SAMPLING_SECONDS = 60.0  # of sampling, about
-PROBED_TOKENS = 8  # sampled first, to know how long a token takes
-UNKNOWN_PROMPT = 256  # tokens of a prompt, where the data could not be read
-
-Kind = TypeVar("Kind")
+GOLD_PROMPTS = 200  # gold answers graded per set: of training, and of each evaluation set
+MIN_GOLD_SHARE = 0.98  # below this share of correct gold answers, the check fails
+MEMORY_SHARE = 0.85  # above this share of the free memory, the check warns
+PREVIEW_CHARACTERS = 600  # of the prompt that is shown
+MAX_SAMPLES = 4  # completions per prompt
+SAMPLING_SECONDS = 60.0  # approximate limit
+PROBE_TOKENS = 8  # sampled first, to measure the seconds per token
+UNKNOWN_PROMPT_TOKENS = 256  # assumed length of the longest prompt if the data cannot be read
 
 
 @dataclass(frozen=True)
 class Finding:
+    """Reports the result of a check."""
+
     level: Literal["ok", "warn", "fail", "skip"]
     name: str
     text: str
     advice: str = ""
 
     def line(self) -> str:
-        return f"{self.level:4}  {self.name}: {self.text}" + (
-            f" -> {self.advice}" if self.advice else ""
-        )
+        advice = f" -> {self.advice}" if self.advice else ""
+        return f"{self.level:4}  {self.name}: {self.text}{advice}"
+
+
+@dataclass(frozen=True)
+class Problems:
+    """Holds the prompts of a task."""
+
+    task: Task
+    num_train: int  # 0: the task generates as many as needed
+    training: list[Prompt]  # the first ones
+    evaluation: dict[str, list[Prompt]]  # all of them, by set
+
+    @classmethod
+    def read(cls, config: RunConfig, tokenizer: Any) -> Problems:
+        task = build_task(config.task, tokenizer, config.training.seed)
+        num_train: int = getattr(task, "num_train", getattr(config.task, "num_train", 0))
+        training = task.training_prompts(0, min(num_train or GOLD_PROMPTS, GOLD_PROMPTS))
+        return cls(task, num_train, training, task.evaluation_sets())
+
+    @property
+    def longest(self) -> int:
+        """The number of tokens of the longest prompt."""
+        sets = [self.training, *self.evaluation.values()]
+        return max(len(prompt.token_ids) for prompts in sets for prompt in prompts)
+
+
+@dataclass
+class Context:
+    """Holds the recipe and the objects that checks have loaded for later checks.
+
+    A check may read an object only if it declares that it needs the check that loads it.
+    """
+
+    config: RunConfig
+    num_prompts: int  # prompts to sample completions for
+    longest_prompt: int = UNKNOWN_PROMPT_TOKENS
+    device: torch.device = field(init=False)
+    tokenizer: Any = field(init=False)
+    problems: Problems = field(init=False)
+    shape: memory.Shape = field(init=False)
+    reward: Reward | None = None
+
+    @property
+    def rollout_dtype(self) -> torch.dtype:
+        return loading.pick_dtype(self.config.rollout.dtype, self.device)
+
+    def close(self) -> None:
+        """End the processes of the grader, if it has any."""
+        getattr(self.reward, "close", lambda: None)()
+
+
+CheckFunction = Callable[[Context], Iterable[Finding]]
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    needs: tuple[str, ...]  # names of checks that must not have failed
+    function: CheckFunction
+
+    def run(self, context: Context) -> Iterator[Finding]:
+        """Yield the findings. A mistake of the user or too little memory is a failure."""
+        try:
+            yield from self.function(context)
+        except (UserError, torch.OutOfMemoryError) as error:
+            yield Finding("fail", self.name, str(error).splitlines()[0])
+
+
+CHECKS: list[Check] = []  # in the order of their definition
+
+
+def check(name: str, needs: tuple[str, ...] = ()) -> Callable[[CheckFunction], CheckFunction]:
+    """Add the decorated function to `CHECKS`."""
+
+    def add(function: CheckFunction) -> CheckFunction:
+        CHECKS.append(Check(name, needs, function))
+        return function
+
+    return add
 
 
 def examine(name: str, overrides: Sequence[str] = (), num_prompts: int = 8) -> Iterator[Finding]:
-    """All findings, as they are made: what is cheap to know comes first, and weights are loaded only if they fit."""
-    config, failed = attempt("recipe", lambda: recipe.load_run(name, overrides))
-    yield from failed
-    if config is None:
+    """Run all checks on a recipe and yield the findings as they are made."""
+    try:
+        config = recipe.load_run(name, overrides)
+    except UserError as error:
+        yield Finding("fail", "recipe", str(error))
         return
     yield Finding("ok", "recipe", describe(config))
-    device, failed = attempt("device", lambda: loading.pick_device(config.model.device))
-    yield from failed
-    if config.rollout.engine == "vllm":
-        yield look_at_vllm()
-    tokenizer, failed = attempt("tokenizer", lambda: loading.load_tokenizer(config.model))
-    yield from failed
-    problems: Problems | None = None
-    if tokenizer is not None:
-        problems, failed = attempt("data", lambda: Problems.read(config, tokenizer))
-        yield from failed
-    if problems is not None:
-        yield from look_at_data(config, problems)
-        yield look_at_template(config, tokenizer, problems.training[0])
-    else:
-        yield unseen(
-            "prompt, gold answers, samples",
-            f"without {'data' if tokenizer is not None else 'a tokenizer'}",
-        )
-    shape, failed = attempt("model", lambda: memory.shape_of(*loading.load_shape(config.model)))
-    yield from failed
-    fits = False
-    if shape is not None and device is not None:
-        found = list(
-            look_at_shape(config, shape, device, problems.longest if problems else UNKNOWN_PROMPT)
-        )
-        fits = not any(finding.level == "fail" for finding in found)
-        yield from found
-    else:
-        yield unseen("memory, disk, samples", f"without a {'model' if shape is None else 'device'}")
-    if problems is not None:
-        runnable = device if fits else None
-        if shape is not None and device is not None and not fits:
-            yield unseen("samples", "as the model cannot be run this way")
-        yield from look_at_reward(config, tokenizer, runnable, problems, num_prompts)
-
-
-def attempt(name: str, action: Callable[[], Kind]) -> tuple[Kind | None, list[Finding]]:
-    """What `action` gives, or the finding that it failed: a user's mistake, or a card that is too small."""
-    try:
-        return action(), []
-    except (UserError, torch.OutOfMemoryError) as error:
-        return None, [Finding("fail", name, str(error).splitlines()[0])]
-
-
-def unseen(names: str, reason: str) -> Finding:
-    """A check that cannot be made is said to be missing, or its silence would pass for health."""
-    return Finding("skip", names, f"not looked at, {reason}")
+    causes: dict[str, str] = {}  # failed or skipped check -> the failed check that is the cause
+    with closing(Context(config, num_prompts)) as context:
+        for check in CHECKS:
+            cause = next((causes[need] for need in check.needs if need in causes), None)
+            if cause:
+                causes[check.name] = cause
+                yield Finding("skip", check.name, f"not checked, because {cause} failed")
+                continue
+            for finding in check.run(context):
+                if finding.level == "fail":
+                    causes[check.name] = check.name
+                yield finding
 
 
 def describe(config: RunConfig) -> str:
     algorithm, training = config.algorithm, config.training
     method = "GRPO" if algorithm.num_stages == 1 else f"EEPO in {algorithm.num_stages} stages"
     return (
-        f"{config.name}: {method}, {training.num_steps} steps of {training.prompts_per_step} prompts x "
-        f"{algorithm.group_size} completions of at most {algorithm.max_new_tokens} tokens"
+        f"{config.name}: {method}, {training.num_steps} steps of {training.prompts_per_step} "
+        f"prompts x {algorithm.group_size} completions of at most {algorithm.max_new_tokens} tokens"
     )
 
 
-def look_at_vllm() -> Finding:
-    """Whether it is there; it is not started, which takes its time and its share of the card."""
-    _, failed = attempt("engine", vllm.check_installed)
-    text = f"vLLM {vllm.installed_version()} is installed; samples below are drawn by transformers"
-    return failed[0] if failed else Finding("ok", "engine", text)
+# --- device, engine, data and prompts -----------------------------------------------------------
 
 
-# --- data and prompts -------------------------------------------------------------------------------------------------
+@check("device")
+def check_device(context: Context) -> Iterable[Finding]:
+    context.device = loading.pick_device(context.config.model.device)
+    return ()
 
 
-@dataclass(frozen=True)
-class Problems:
-    task: Task
-    num_train: int  # 0: without end
-    training: list[Prompt]  # some
-    evaluation: dict[str, list[Prompt]]  # all
-
-    @classmethod
-    def read(cls, config: RunConfig, tokenizer: Any) -> Problems:
-        task = build_task(config.task, tokenizer, config.training.seed)
-        number: int = getattr(task, "num_train", getattr(config.task, "num_train", 0))
-        return cls(
-            task,
-            number,
-            task.training_prompts(0, min(number or GOLD_PROMPTS, GOLD_PROMPTS)),
-            task.evaluation_sets(),
+@check("engine")
+def check_engine(context: Context) -> Iterator[Finding]:
+    """Check that vLLM is installed. It is not started: that takes time and GPU memory."""
+    if context.config.rollout.engine == "vllm":
+        vllm.check_installed()
+        version = vllm.installed_version()
+        yield Finding(
+            "ok", "engine", f"vLLM {version} is installed; transformers draws the samples below"
         )
 
-    @property
-    def longest(self) -> int:
-        everything = [
-            *self.training,
-            *(prompt for prompts in self.evaluation.values() for prompt in prompts),
-        ]
-        return max(len(prompt.token_ids) for prompt in everything)
+
+@check("tokenizer")
+def check_tokenizer(context: Context) -> Iterable[Finding]:
+    context.tokenizer = loading.load_tokenizer(context.config.model)
+    return ()
 
 
-def look_at_data(config: RunConfig, problems: Problems) -> Iterator[Finding]:
+@check("data", needs=("tokenizer",))
+def check_data(context: Context) -> Iterator[Finding]:
+    config = context.config
+    context.problems = problems = Problems.read(config, context.tokenizer)
+    context.longest_prompt = problems.longest
+    prompts_per_step, num_train = config.training.prompts_per_step, problems.num_train
+    training = "unlimited training problems"
+    if num_train:
+        epochs = config.training.num_steps * prompts_per_step / num_train
+        training = f"{num_train:,} training problems, {epochs:.1f} epochs"
     sets = ", ".join(f"{name} ({len(prompts)})" for name, prompts in problems.evaluation.items())
-    asked, number = config.training.num_steps * config.training.prompts_per_step, problems.num_train
-    training = (
-        f"{number:,} training problems, {asked / number:.1f} epochs"
-        if number
-        else "endless training problems"
+    text = (
+        f"{training}; evaluation: {sets or 'none'}; longest prompt: {context.longest_prompt} tokens"
     )
-    text = f"{training}; evaluation: {sets or 'none'}; the longest prompt seen has {problems.longest} tokens"
     if sets:
         yield Finding("ok", "data", text)
     else:
-        yield Finding(
-            "warn",
-            "data",
-            text,
-            "name sets in task.evaluation, or nobody will know what was learned",
-        )
+        advice = "name evaluation sets in task.evaluation; without one, progress is not measured"
+        yield Finding("warn", "data", text, advice)
     for note in getattr(problems.task, "notes", []):
         yield Finding("warn", "data", note)
-    if 0 < number < config.training.prompts_per_step:
-        text = f"one step asks {config.training.prompts_per_step} prompts, and there are {number}"
-        yield Finding("warn", "data", text, f"training.prompts_per_step = {number} or fewer")
+    if 0 < num_train < prompts_per_step:
+        text = f"a step takes {prompts_per_step} prompts, but there are only {num_train}"
+        yield Finding("warn", "data", text, f"training.prompts_per_step = {num_train} or fewer")
 
 
-def look_at_template(config: RunConfig, tokenizer: Any, prompt: Prompt) -> Finding:
-    """The prompt as the model will see it, and whether the model's name speaks of another form."""
-    template, path = getattr(config.task, "template", ""), config.model.path
-    preview = prompt.text if len(prompt.text) <= PREVIEW else prompt.text[:PREVIEW] + " ..."
-    text = f"{len(prompt.token_ids)} tokens: {preview!r}"
-    instructed = re.search(r"instruct|chat|-it\b", path, re.IGNORECASE) is not None
-    if template == "boxed" and instructed and tokenizer.chat_template:
-        return Finding(
-            "warn", "prompt", text, f'{path} was taught a chat form; try task.template = "chat"'
-        )
-    if template == "chat" and re.search(r"\bbase\b", path, re.IGNORECASE):
-        return Finding(
-            "warn", "prompt", text, f'{path} looks like a base model; try task.template = "boxed"'
-        )
-    return Finding("ok", "prompt", text)
+@check("prompt", needs=("data",))
+def check_prompt(context: Context) -> Iterator[Finding]:
+    """Show a prompt as the model sees it, and compare its template with the name of the model."""
+    prompt, path = context.problems.training[0], context.config.model.path
+    template = getattr(context.config.task, "template", "")
+    text = f"{len(prompt.token_ids)} tokens: {_shorten(prompt.text, PREVIEW_CHARACTERS)}"
+    instruct = re.search(r"instruct|chat|-it\b", path, re.IGNORECASE)
+    advice = ""
+    if template == "boxed" and instruct and context.tokenizer.chat_template:
+        advice = f'{path} is trained on a chat template; try task.template = "chat"'
+    elif template == "chat" and re.search(r"\bbase\b", path, re.IGNORECASE):
+        advice = f'{path} looks like a base model; try task.template = "boxed"'
+    yield Finding("warn" if advice else "ok", "prompt", text, advice)
 
 
-# --- memory, disk, length ---------------------------------------------------------------------------------------------
+# --- model, memory and disk ---------------------------------------------------------------------
 
 
-def look_at_shape(
-    config: RunConfig, shape: memory.Shape, device: torch.device, prompt_tokens: int
-) -> Iterator[Finding]:
-    dtype = loading.pick_dtype(config.rollout.dtype, device)
+@check("model")
+def check_model(context: Context) -> Iterable[Finding]:
+    context.shape = memory.shape_of(*loading.load_shape(context.config.model))
+    return ()
+
+
+@check("precision", needs=("model", "device"))
+def check_precision(context: Context) -> Iterator[Finding]:
+    """Show the size and the dtypes of the model; warn if training and sampling dtypes differ."""
+    millions = context.shape.num_parameters / 1e6
+    dtype = str(context.rollout_dtype).removeprefix("torch.")
     yield Finding(
-        "ok", "model", f"{config.model.path}: {shape.num_parameters / 1e6:,.1f} million parameters on {device}, "
-        f"trained in float32, sampled in {str(dtype).removeprefix('torch.')}",
-    )  # fmt: skip
-    if text := loading.two_types(config, device):
-        yield Finding("warn", "precision", text, "make rollout.dtype and model.compute_dtype one")
-    yield look_at_length(config, shape, prompt_tokens)
-    free = memory.free_memory(device)
+        "ok",
+        "model",
+        f"{context.config.model.path}: {millions:,.1f} million parameters on {context.device}, "
+        f"trained in float32, sampled in {dtype}",
+    )
+    if mismatch := loading.two_types(context.config, context.device):
+        advice = "set rollout.dtype and model.compute_dtype to the same dtype"
+        yield Finding("warn", "precision", mismatch, advice)
+
+
+@check("length", needs=("model",))
+def check_length(context: Context) -> Iterator[Finding]:
+    prompt, new_tokens = context.longest_prompt, context.config.algorithm.max_new_tokens
+    limit = context.shape.max_positions
+    text = (
+        f"prompts of up to {prompt} + {new_tokens} new tokens; "
+        f"the model has {limit or 'any number of'} positions"
+    )
+    if limit is None or prompt + new_tokens <= limit:
+        yield Finding("ok", "length", text)
+    elif prompt < limit:
+        yield Finding("fail", "length", text, f"algorithm.max_new_tokens = {limit - prompt}")
+    else:
+        yield Finding("fail", "length", text, "a smaller task.max_prompt_tokens")
+
+
+@check("memory", needs=("model", "device"))
+def check_memory(context: Context) -> Iterator[Finding]:
+    free = memory.free_memory(context.device)
     if free is not None:
-        yield look_at_memory(config, shape, device, prompt_tokens, free)
-    yield look_at_disk(config, shape, memory.free_disk(Path.cwd()))
-
-
-def look_at_length(config: RunConfig, shape: memory.Shape, prompt_tokens: int) -> Finding:
-    new, positions = config.algorithm.max_new_tokens, shape.positions
-    text = f"prompts of up to {prompt_tokens} + {new} new tokens; the model has {positions or 'any number of'} positions"
-    if positions is None or prompt_tokens + new <= positions:
-        return Finding("ok", "length", text)
-    room = positions - prompt_tokens
-    advice = (
-        f"algorithm.max_new_tokens = {room}" if room > 0 else "a smaller task.max_prompt_tokens"
-    )
-    return Finding("fail", "length", text, advice)
-
-
-def look_at_memory(
-    config: RunConfig, shape: memory.Shape, device: torch.device, prompt_tokens: int, free: int
-) -> Finding:
-    dtype, cuda = loading.pick_dtype(config.rollout.dtype, device), device.type == "cuda"
-    needs = memory.needs(shape, config, prompt_tokens, dtype, cuda)
-    held = ", ".join(f"{name} {memory.gib(size)}" for name, size in needs.held.items())
-    phases = ", ".join(f"{name} {memory.gib(size)}" for name, size in needs.phases.items())
-    text = f"about {memory.gib(needs.total)} of {memory.gib(free)} free; held: {held}; then the largest of: {phases}"
-    if needs.cache:
-        room = min(
-            1.0, max(0, free - sum(needs.held.values()) - needs.phases["sampling"]) / needs.cache
-        )
-        text += f"; the cache takes what is left: {100 * room:.0f} % of its rows may be at their longest"
-    if needs.total <= 0.85 * free:
-        return Finding("ok", "memory", text)
-    advice = advise_memory(config, shape, prompt_tokens, dtype, cuda, int(0.85 * free))
-    return Finding("fail" if needs.total > free else "warn", "memory", text, advice)
-
-
-def advise_memory(
-    config: RunConfig,
-    shape: memory.Shape,
-    prompt_tokens: int,
-    dtype: torch.dtype,
-    cuda: bool,
-    room: int,
-) -> str:
-    """Knobs that compute the same, if they are enough; else an optimizer that does not, and says so."""
-    changes = memory.smaller(shape, config, prompt_tokens, dtype, cuda, room)
-    if changes is not None:
-        return _settings(changes)
-    rounded = memory.rounder(shape, config, prompt_tokens, dtype, cuda, room)
-    if rounded is None:
-        return "a smaller model, a larger device, or algorithm.kl_coef = 0 (no reference)"
-    name, others = rounded
-    beside = f", and {_settings(others)}" if others else ""
-    return f'training.optimizer = "{name}" (it rounds its moments: not quite the same run){beside}'
-
-
-def _settings(changes: dict[str, Any]) -> str:
-    return ", ".join(f"{key} = {str(value).lower()}" for key, value in changes.items())
-
-
-def look_at_disk(config: RunConfig, shape: memory.Shape, free: int) -> Finding:
-    size = memory.checkpoint_bytes(shape, config)
-    kept = config.training.keep_checkpoints
-    text = f"checkpoints take up to {memory.gib(size)} ({kept} kept); {memory.gib(free)} free in this folder"
-    if size <= free:
-        return Finding("ok", "disk", text)
-    return Finding(
-        "fail", "disk", text, "training.keep_checkpoints = 1, or an --out on another disk"
-    )
-
-
-# --- reward -----------------------------------------------------------------------------------------------------------
-
-
-def look_at_reward(
-    config: RunConfig,
-    tokenizer: Any,
-    device: torch.device | None,
-    problems: Problems,
-    num_prompts: int,
-) -> Iterator[Finding]:
-    """Gold answers first; then samples, if there is a device on which the model fits."""
-    reward, failed = attempt("reward", lambda: build_reward(config.reward, config.task))
-    yield from failed
-    if reward is None:
-        return
-    try:
-        yield from look_at_gold(config, problems, reward)
-        if device is not None:
-            yield from look_at_samples(
-                config, tokenizer, device, reward, problems.training[:num_prompts]
+        yield judge_memory(
+            memory.Budget(
+                shape=context.shape,
+                config=context.config,
+                prompt_tokens=context.longest_prompt,
+                rollout_dtype=context.rollout_dtype,
+                cuda=context.device.type == "cuda",
+                free=free,
             )
-    finally:
-        getattr(reward, "close", lambda: None)()  # its processes
+        )
 
 
-def look_at_gold(config: RunConfig, problems: Problems, reward: Reward) -> Iterator[Finding]:
-    """A gold answer that earns less than 1 teaches the policy that right is wrong."""
-    pairs = gold_completions(config, problems)
-    verdicts, failed = attempt("gold answers", lambda: reward.grade(*zip(*pairs, strict=True)))
-    yield from failed
-    if verdicts is None:
-        return
-    wrong = [
-        (*pair, verdict)
-        for pair, verdict in zip(pairs, verdicts, strict=True)
-        if verdict.reward != 1.0
-    ]
-    if not wrong:
-        yield Finding("ok", "gold answers", f"all {len(pairs)} that were graded earn reward 1")
-        return
-    few = "; ".join(
-        f"{p.id}: {_short(text)} earns {verdict.reward:g} ({verdict.reason})"
-        for p, text, verdict in wrong[:3]
+def judge_memory(budget: memory.Budget) -> Finding:
+    estimate, free = budget.estimate(), budget.free
+    text = (
+        f"about {memory.format_bytes(estimate.total)} of {memory.format_bytes(free)} free; "
+        f"during the whole run: {_sizes(estimate.persistent)}; "
+        f"in addition the larger of: {_sizes(estimate.phases)}"
     )
-    own = ":" not in config.reward.name  # a user's function may want another form than ours
-    failing = own and 1 - len(wrong) / len(pairs) < GOLD_SHARE
-    advice = (
-        "mend these answers in the data, or choose another reward.name"
-        if own
-        else "check the reward's function"
+    if estimate.kv_cache:
+        left = free - estimate.persistent_total - estimate.phases["sampling"]
+        share = min(1.0, max(0, left) / estimate.kv_cache)
+        text += f"; the rest holds {100 * share:.0f} % of the KV cache of all rows at full length"
+    if estimate.total <= MEMORY_SHARE * free:
+        return Finding("ok", "memory", text)
+    advice = advise_memory(replace(budget, free=int(MEMORY_SHARE * free)))
+    return Finding("fail" if estimate.total > free else "warn", "memory", text, advice)
+
+
+def advise_memory(budget: memory.Budget) -> str:
+    """Propose knobs that do not change the result; a smaller optimizer only if they do not help."""
+    knobs = budget.memory_saving_knobs()
+    if knobs is not None:
+        return _settings(knobs)
+    choice = budget.smaller_optimizer()
+    if choice is None:
+        return "a smaller model, a larger device, or algorithm.kl_coef = 0 (no reference model)"
+    optimizer, knobs = choice
+    others = f", and {_settings(knobs)}" if knobs else ""
+    return f'training.optimizer = "{optimizer}" (rounds its moments: results may differ){others}'
+
+
+def _sizes(sizes: dict[str, int]) -> str:
+    return ", ".join(f"{name} {memory.format_bytes(size)}" for name, size in sizes.items())
+
+
+def _settings(knobs: dict[str, Any]) -> str:
+    return ", ".join(f"{key} = {str(value).lower()}" for key, value in knobs.items())
+
+
+@check("disk", needs=("model",))
+def check_disk(context: Context) -> Iterator[Finding]:
+    size = memory.checkpoint_bytes(context.shape, context.config)
+    free = memory.free_disk(Path.cwd())
+    text = (
+        f"checkpoints take up to {memory.format_bytes(size)} "
+        f"({context.config.training.keep_checkpoints} kept); "
+        f"{memory.format_bytes(free)} free in this folder"
     )
-    text = f"{len(wrong)} of {len(pairs)} do not earn reward 1: {few}"
-    yield Finding("fail" if failing else "warn", "gold answers", text, advice)
+    if size <= free:
+        yield Finding("ok", "disk", text)
+    else:
+        advice = "training.keep_checkpoints = 1, or an --out on another disk"
+        yield Finding("fail", "disk", text, advice)
+
+
+# --- reward -------------------------------------------------------------------------------------
+
+
+@check("reward")
+def check_reward(context: Context) -> Iterable[Finding]:
+    context.reward = build_reward(context.config.reward, context.config.task)
+    return ()
+
+
+@check("gold answers", needs=("data", "reward"))
+def check_gold_answers(context: Context) -> Iterator[Finding]:
+    assert context.reward is not None
+    pairs = gold_completions(context.config, context.problems)
+    verdicts = context.reward.grade(*zip(*pairs, strict=True))
+    user_function = ":" in context.config.reward.name
+    yield judge_gold_answers(pairs, verdicts, user_function)
 
 
 def gold_completions(config: RunConfig, problems: Problems) -> list[tuple[Prompt, str]]:
-    """Completions that must earn the reward: the task's demonstrations, or gold answers in a box."""
+    """Return completions that must earn reward 1: demonstrations, or gold answers in a box."""
     if isinstance(config.task, CountdownConfig | SumsConfig):
         return problems.task.demonstrations(0, GOLD_PROMPTS)
-    chosen = problems.training + [
-        p for prompts in problems.evaluation.values() for p in prompts[:GOLD_PROMPTS]
+    prompts = list(problems.training)
+    for evaluation_set in problems.evaluation.values():
+        prompts += evaluation_set[:GOLD_PROMPTS]
+    return [(prompt, f"\\boxed{{{_gold_answer(prompt)}}}") for prompt in prompts]
+
+
+def _gold_answer(prompt: Prompt) -> str:
+    answer = prompt.answer
+    return str(answer["entry"]["answer"] if isinstance(answer, dict) else answer)
+
+
+def judge_gold_answers(
+    pairs: Sequence[tuple[Prompt, str]], verdicts: Sequence[Verdict], user_function: bool
+) -> Finding:
+    """Check that gold answers earn reward 1: otherwise training punishes correct completions."""
+    wrong = [
+        f"{prompt.id}: {_shorten(text)} earns {verdict.reward:g} ({verdict.reason})"
+        for (prompt, text), verdict in zip(pairs, verdicts, strict=True)
+        if verdict.reward != 1.0
     ]
-    return [(prompt, f"\\boxed{{{_gold(prompt)}}}") for prompt in chosen]
+    if not wrong:
+        return Finding("ok", "gold answers", f"all {len(pairs)} graded ones earn reward 1")
+    text = f"{len(wrong)} of {len(pairs)} do not earn reward 1: {'; '.join(wrong[:3])}"
+    if user_function:  # it may expect another answer format than \boxed{}
+        return Finding("warn", "gold answers", text, "check the reward function")
+    level: Literal["warn", "fail"] = "warn"
+    if 1 - len(wrong) / len(pairs) < MIN_GOLD_SHARE:
+        level = "fail"
+    advice = "correct these answers in the data, or choose another reward.name"
+    return Finding(level, "gold answers", text, advice)
 
 
-def _gold(prompt: Prompt) -> str:
-    return str(
-        prompt.answer["entry"]["answer"] if isinstance(prompt.answer, dict) else prompt.answer
+# --- samples ------------------------------------------------------------------------------------
+
+
+# Loading the weights takes time, so nothing is sampled if the run could not finish anyway.
+@check("samples", needs=("data", "model", "device", "length", "memory", "disk", "reward"))
+def check_samples(context: Context) -> Iterator[Finding]:
+    assert context.reward is not None
+    config, prompts = context.config, context.problems.training[: context.num_prompts]
+    engine = load_engine(config, context.tokenizer, context.device)
+    groups, limit = sample(engine, config, prompts)
+    completions = [completion for group in groups for completion in group]
+    owners = [prompt for prompt, group in zip(prompts, groups, strict=True) for _ in group]
+    verdicts = context.reward.grade(owners, [completion.text for completion in completions])
+    rewards = torch.tensor([verdict.reward for verdict in verdicts]).view(len(groups), -1)  # [Q, n]
+    length = sum(len(completion.token_ids) for completion in completions) / len(completions)
+    yield Finding(
+        "ok",
+        "samples",
+        f"{len(groups)} prompts x {rewards.shape[1]}: mean length {length:.0f} tokens, "
+        f"entropy {mean_entropy(completions):.2f} nats per token",
     )
-
-
-# --- samples ----------------------------------------------------------------------------------------------------------
-
-
-def look_at_samples(
-    config: RunConfig, tokenizer: Any, device: torch.device, reward: Reward, prompts: list[Prompt]
-) -> Iterator[Finding]:
-    engine, failed = attempt("model", lambda: load_engine(config, tokenizer, device))
-    yield from failed
-    if engine is None:
-        return
-    num_samples = min(SAMPLES, config.algorithm.group_size)
-    drawn, failed = attempt("samples", lambda: draw(engine, config, prompts, num_samples))
-    yield from failed
-    if drawn is None:
-        return
-    groups, limit = drawn
-    texts = [completion.text for group in groups for completion in group]
-    owners = [prompt for prompt in prompts for _ in range(num_samples)]
-    verdicts, failed = attempt("reward", lambda: reward.grade(owners, texts))
-    yield from failed
-    if verdicts is not None:
-        yield from judge_samples(config, groups, verdicts, limit)
+    yield judge_truncation(config, completions, limit)
+    yield judge_format(config, completions, verdicts)
+    yield judge_rewards(rewards)
 
 
 def load_engine(config: RunConfig, tokenizer: Any, device: torch.device) -> TransformersEngine:
@@ -380,84 +424,80 @@ def load_engine(config: RunConfig, tokenizer: Any, device: torch.device) -> Tran
     return TransformersEngine(model, tokenizer, config.rollout.max_rows, config.rollout.stop)
 
 
-def draw(
-    engine: TransformersEngine, config: RunConfig, prompts: list[Prompt], num_samples: int
+def sample(
+    engine: TransformersEngine, config: RunConfig, prompts: list[Prompt]
 ) -> tuple[list[list[Completion]], int]:
-    """Groups as the run would sample them, and the length they were cut at: shorter where it would take minutes."""
-    sampling = Sampling(config.algorithm.temperature, PROBED_TOKENS, config.training.seed, "doctor")
+    """Return groups sampled as in the run, and the length limit that was used.
+
+    The limit is lower than the recipe's if sampling would take much more than a minute.
+    """
+    algorithm = config.algorithm
+    num_samples = min(MAX_SAMPLES, algorithm.group_size)
+    sampling = Sampling(algorithm.temperature, PROBE_TOKENS, config.training.seed, "doctor")
     started = time.perf_counter()
     engine.generate(prompts, num_samples, sampling)
-    seconds = (time.perf_counter() - started) / PROBED_TOKENS
-    limit = min(
-        config.algorithm.max_new_tokens, max(PROBED_TOKENS, int(SAMPLING_SECONDS / seconds))
-    )
+    seconds_per_token = (time.perf_counter() - started) / PROBE_TOKENS
+    affordable = max(PROBE_TOKENS, int(SAMPLING_SECONDS / seconds_per_token))
+    limit = min(algorithm.max_new_tokens, affordable)
     return engine.generate(prompts, num_samples, replace(sampling, max_new_tokens=limit)), limit
 
 
-def judge_samples(
-    config: RunConfig, groups: list[list[Completion]], verdicts: list[Verdict], limit: int
-) -> Iterator[Finding]:
-    completions = [completion for group in groups for completion in group]
-    rewards = torch.tensor([verdict.reward for verdict in verdicts]).view(len(groups), -1)  # [Q, n]
-    length = sum(len(completion.token_ids) for completion in completions) / len(completions)
-    yield Finding(
-        "ok", "samples", f"{len(groups)} prompts x {rewards.shape[1]}: mean length {length:.0f} tokens, "
-        f"entropy {mean_entropy(completions):.2f} nats a token",
-    )  # fmt: skip
-    yield judge_endings(config, completions, limit)
-    yield judge_format(config, completions, verdicts)
-    yield judge_rewards(rewards)
-
-
-def judge_endings(config: RunConfig, completions: list[Completion], limit: int) -> Finding:
+def judge_truncation(config: RunConfig, completions: list[Completion], limit: int) -> Finding:
     share = sum(not completion.finished for completion in completions) / len(completions)
-    wanted = config.algorithm.max_new_tokens
+    max_new_tokens = config.algorithm.max_new_tokens
     text = f"{share:.0%} of completions are cut off at {limit} tokens"
-    if limit < wanted and share > 0:
-        return Finding(
-            "warn", "truncation", f"{text}, where this check ended them to stay under a minute"
-        )
+    if limit < max_new_tokens and share > 0:
+        text += ", a limit of this check to stay under a minute"
+        return Finding("warn", "truncation", text)
+    advice = f"algorithm.max_new_tokens = {2 * max_new_tokens}"
     if share == 1:
-        advice = f"none ever ended: algorithm.max_new_tokens = {2 * wanted}, a rollout.stop, or another task.template"
-        return Finding("warn", "truncation", text, advice)
+        advice = f"no completion ended: {advice}, a rollout.stop, or another task.template"
     if share > 0.2:
-        return Finding("warn", "truncation", text, f"algorithm.max_new_tokens = {2 * wanted}")
+        return Finding("warn", "truncation", text, advice)
     return Finding("ok", "truncation", text)
 
 
 def judge_format(
     config: RunConfig, completions: list[Completion], verdicts: list[Verdict]
 ) -> Finding:
-    share = sum(verdict.answer is not None for verdict in verdicts) / len(verdicts)
-    text = f"an answer is found in {share:.0%} of completions"
+    no_answer = [
+        completion
+        for completion, verdict in zip(completions, verdicts, strict=True)
+        if verdict.answer is None
+    ]
+    share = (len(completions) - len(no_answer)) / len(completions)
+    text = f"the grader finds an answer in {share:.0%} of completions"
     if share >= 0.5:
         return Finding("ok", "format", text)
-    lost = next(
-        c for c, verdict in zip(completions, verdicts, strict=True) if verdict.answer is None
-    )
+    example = no_answer[0]
     advice = "another task.template, or a warm start (eepo warmup)"
-    if isinstance(config.task, DatasetConfig) and not lost.finished:
-        advice = f"algorithm.max_new_tokens = {2 * config.algorithm.max_new_tokens} (the first was cut off), or {advice}"
-    return Finding("warn", "format", f"{text}; one without: {_short(lost.text, 200)}", advice)
+    if isinstance(config.task, DatasetConfig) and not example.finished:
+        longer = f"algorithm.max_new_tokens = {2 * config.algorithm.max_new_tokens}"
+        advice = f"{longer} (the example was cut off), or {advice}"
+    text += f"; example without an answer: {_shorten(example.text, 200)}"
+    return Finding("warn", "format", text, advice)
 
 
 def judge_rewards(rewards: torch.Tensor) -> Finding:  # [Q, n]
-    """A group whose rewards are all the same has no advantage: nothing is learned from it."""
-    zero = (
-        float((group_advantages(rewards) == 0).all(1).float().mean())
-        if rewards.shape[1] > 1
-        else 1.0
+    """Warn if all groups have equal rewards: their advantages are 0, so nothing is learned."""
+    zero_share = 1.0
+    if rewards.shape[1] > 1:
+        zero_share = float((group_advantages(rewards) == 0).all(1).float().mean())
+    text = (
+        f"mean {float(rewards.mean()):.3f}; "
+        f"all advantages are 0 in {zero_share:.0%} of groups of {rewards.shape[1]}"
     )
-    text = f"mean {float(rewards.mean()):.3f}; no advantage in {zero:.0%} of groups of {rewards.shape[1]}"
     if not rewards.any():
-        advice = "easier problems, a warm start, a larger algorithm.group_size; or the grader is wrong: see eepo grade"
+        advice = (
+            "easier problems, a warm start or a larger algorithm.group_size; "
+            "or check the grader with eepo grade"
+        )
         return Finding("warn", "reward", text, advice)
     if bool((rewards == 1).all()):
-        return Finding(
-            "warn", "reward", text, "harder problems: there is nothing left to learn from these"
-        )
+        advice = "harder problems: the policy already solves these every time"
+        return Finding("warn", "reward", text, advice)
     return Finding("ok", "reward", text)
 
 
-def _short(text: str, limit: int = 60) -> str:
+def _shorten(text: str, limit: int = 60) -> str:
     return repr(text if len(text) <= limit else text[:limit] + "...")

@@ -1,7 +1,7 @@
-"""How much memory a run needs, from the model's shape alone: so that a recipe that cannot fit is told so at once.
+"""Estimates the memory of a run from the shape of its model, before any weights are loaded.
 
-Weights and moments are counted exactly. What a forward pass keeps is an estimate for decoders of today (attention, a
-gated feed-forward part, norms), good to about a quarter (`docs/doctor.md`).
+Weights and optimizer moments are counted exactly. Activations are estimated for common decoders
+(attention, gated feed-forward layer, norms), with an error of about 25 % (`docs/doctor.md`).
 """
 
 from __future__ import annotations
@@ -15,22 +15,25 @@ from typing import Any
 
 import torch
 
-from eepo.config import RunConfig, compiles
+from eepo.config import RunConfig, should_compile
 from eepo.model.optimizers import MOMENT_BYTES
 from eepo.types import UserError
 
-FP32 = 4  # bytes
-HEAD_BYTES = 20  # a logit of the policy's head, forward and backward (fitted)
-CUDA_HEAD_BYTES = 6  # by the kernels: itself, and its gradient in bf16
-DRAW_BYTES = 32  # a logit of the engine's: itself, softmax, and the cumulative sums in fp64
-CUDA_DRAW_BYTES = 6  # by the kernels (fitted)
-CACHE_ROOM = 1.5  # buffers of keys and values grow by doubling
-SAFETY_FACTOR = 1.25  # times the estimate: what training may turn out to need
+FP32_BYTES = 4
+BF16_BYTES = 2
+# Bytes per logit of the policy, forward and backward. Fitted to measurements.
+LOGIT_BYTES = 20
+CUDA_LOGIT_BYTES = 6  # Triton kernels: the logit, and its gradient in bf16
+# Bytes per logit of the engine: the logit, its softmax and the cumulative sums in fp64.
+SAMPLING_BYTES = 32
+CUDA_SAMPLING_BYTES = 6  # Triton kernels, fitted
+CACHE_GROWTH = 1.5  # the KV cache on the CPU grows by doubling, so it is partly empty
+SAFETY_FACTOR = 1.25  # training may need this many times the estimate
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a decoder."""
+    """Describes a decoder."""
 
     num_parameters: int
     num_layers: int
@@ -38,17 +41,26 @@ class Shape:
     intermediate_size: int
     num_key_value_heads: int
     head_dim: int
-    vocabulary: int
-    positions: int | None  # None: without a limit
+    vocab_size: int
+    max_positions: int | None  # None: no limit
 
 
 @dataclass(frozen=True)
-class Needs:
-    """Bytes. `held` stays for the whole run; of `phases` only one happens at a time."""
+class MemoryEstimate:
+    """Holds numbers of bytes.
 
-    held: dict[str, int]
+    `persistent` is allocated during the whole run. Only one of the `phases` happens at a time.
+    """
+
+    persistent: dict[str, int]
     phases: dict[str, int]
-    cache: int = 0  # on a GPU, beside them: keys and values of all rows at their longest; less is slower, not wrong
+    # On a GPU, the KV cache of all rows at full length. It comes on top of `total`.
+    # A smaller cache makes the run slower, not wrong.
+    kv_cache: int = 0
+
+    @property
+    def persistent_total(self) -> int:
+        return sum(self.persistent.values())
 
     @property
     def largest_phase(self) -> str:
@@ -56,11 +68,143 @@ class Needs:
 
     @property
     def total(self) -> int:
-        return sum(self.held.values()) + self.phases[self.largest_phase]
+        return self.persistent_total + self.phases[self.largest_phase]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Compares the memory that training `config` needs with the `free` bytes of a device."""
+
+    shape: Shape
+    config: RunConfig
+    prompt_tokens: int  # length of a long prompt
+    rollout_dtype: torch.dtype
+    cuda: bool
+    free: int
+
+    def estimate(self) -> MemoryEstimate:
+        weights = FP32_BYTES * self.shape.num_parameters
+        persistent = {
+            "policy": weights,
+            "optimizer": optimizer_bytes(self.shape, self.config),
+            "rollout copy": self.rollout_dtype.itemsize * self.shape.num_parameters,
+        }
+        if self.config.algorithm.kl_coef > 0:
+            persistent["reference"] = weights // 2 if self._trains_in_bf16 else weights
+        # Unlearning needs as much as the update: gradients and the activations of a micro-batch.
+        phases = {"sampling": self._sampling_bytes(), "update": weights + self._activation_bytes()}
+        kv_cache = self._rows * self._kv_bytes_per_row if self.cuda else 0
+        return MemoryEstimate(persistent, phases, kv_cache)
+
+    def left_by_training(self) -> int:
+        """Return the bytes that stay free during the update, with a safety margin."""
+        estimate = self.estimate()
+        training = estimate.persistent_total + estimate.phases["update"]
+        return max(0, self.free - int(SAFETY_FACTOR * training))
+
+    def memory_saving_knobs(self) -> dict[str, Any] | None:
+        """Return changes of knobs with which the run fits; None if there are none.
+
+        These knobs make the run slower. They do not change what it computes.
+        """
+        budget, changes = self, dict[str, Any]()
+        while (estimate := budget.estimate()).total > self.free:
+            change = _next_change(budget.config, estimate.largest_phase)
+            if change is None:
+                return None
+            section, knob, value = change
+            changes[f"{section}.{knob}"] = value
+            budget = budget.with_knob(section, knob, value)
+        return changes
+
+    def smaller_optimizer(self) -> tuple[str, dict[str, Any]] | None:
+        """Return the first optimizer with smaller moments that makes the run fit, or None.
+
+        The second value holds the memory-saving knobs that it needs in addition. Unlike these
+        knobs, an optimizer with rounded moments changes what the run computes.
+        """
+        for name in sorted(MOMENT_BYTES, key=lambda name: -MOMENT_BYTES[name]):
+            if MOMENT_BYTES[name] < MOMENT_BYTES[self.config.training.optimizer]:
+                knobs = self.with_knob("training", "optimizer", name).memory_saving_knobs()
+                if knobs is not None:
+                    return name, knobs
+        return None
+
+    def with_knob(self, section: str, knob: str, value: Any) -> Budget:
+        changed = dataclasses.replace(getattr(self.config, section), **{knob: value})
+        return dataclasses.replace(
+            self, config=dataclasses.replace(self.config, **{section: changed})
+        )
+
+    @property
+    def _row_tokens(self) -> int:
+        return self.prompt_tokens + self.config.algorithm.max_new_tokens
+
+    @property
+    def _rows(self) -> int:
+        """The number of completions that are sampled at the same time."""
+        algorithm = self.config.algorithm
+        group = self.config.training.prompts_per_step * algorithm.group_size
+        return min(self.config.rollout.max_rows, group // algorithm.num_stages)
+
+    @property
+    def _kv_bytes_per_row(self) -> int:
+        shape = self.shape
+        values_per_token = 2 * shape.num_layers * shape.num_key_value_heads * shape.head_dim
+        return self._row_tokens * values_per_token * self.rollout_dtype.itemsize
+
+    @property
+    def _trains_in_bf16(self) -> bool:
+        dtype = self.config.model.compute_dtype
+        return dtype == "bfloat16" or (self.cuda and dtype == "auto")
+
+    def _sampling_bytes(self) -> int:
+        logits = self._rows * self.shape.vocab_size
+        if self.cuda:  # one row must fit; `kv_cache` counts all rows
+            return self._kv_bytes_per_row + logits * CUDA_SAMPLING_BYTES
+        kv_bytes = self._rows * self._kv_bytes_per_row
+        return int(kv_bytes * CACHE_GROWTH) + logits * SAMPLING_BYTES
+
+    def _activation_bytes(self) -> int:
+        """Return what a micro-batch keeps for its backward pass, plus the logits at one time."""
+        shape, model, bf16 = self.shape, self.config.model, self._trains_in_bf16
+        layer = self._layer_bytes_per_token()
+        if model.gradient_checkpointing:
+            per_token = shape.num_layers * FP32_BYTES * shape.hidden_size + layer
+            # Matrices are cast to bf16 one at a time. The LM head is the largest.
+            cast_weights = shape.vocab_size * shape.hidden_size
+        else:
+            per_token = shape.num_layers * layer
+            cast_weights = shape.num_parameters
+        logit_bytes = CUDA_LOGIT_BYTES if self.cuda and bf16 else LOGIT_BYTES
+        tokens = self._micro_batch_tokens()
+        # Only completion tokens have logits.
+        completion_tokens = tokens * self.config.algorithm.max_new_tokens // self._row_tokens
+        logits = min(model.head_tokens, completion_tokens) * shape.vocab_size
+        casts = BF16_BYTES * cast_weights if bf16 else 0
+        return tokens * per_token + logits * logit_bytes + casts
+
+    def _micro_batch_tokens(self) -> int:
+        rows = self.config.training.prompts_per_mini_batch * self.config.algorithm.group_size
+        limit = min(self.config.model.micro_batch_tokens, rows * self._row_tokens)
+        return max(self._row_tokens, limit)  # a row is never split
+
+    def _layer_bytes_per_token(self) -> int:
+        hidden, intermediate = self.shape.hidden_size, self.shape.intermediate_size
+        # The dtype of matrix products. Norms and the residual stream stay in fp32.
+        product_bytes = BF16_BYTES if self._trains_in_bf16 else FP32_BYTES
+        if self.cuda and should_compile(self.config.model.compile, self.shape.num_parameters):
+            # A compiled layer recomputes norms and activations in the backward pass.
+            values = 9 * hidden // 2 + 3 * intermediate
+            return 2 * FP32_BYTES * hidden + product_bytes * values
+        return 6 * FP32_BYTES * hidden + 4 * product_bytes * (hidden + intermediate)
 
 
 def shape_of(model_config: Any, num_parameters: int) -> Shape:
-    """From a `transformers` config. Families leave out what follows from the rest."""
+    """Read the shape from a `transformers` config.
+
+    Some model families omit values that follow from other ones.
+    """
     text = model_config.get_text_config()
     heads = text.num_attention_heads
     return Shape(
@@ -70,147 +214,36 @@ def shape_of(model_config: Any, num_parameters: int) -> Shape:
         intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
         num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        vocabulary=text.vocab_size,
-        positions=getattr(text, "max_position_embeddings", None),
+        vocab_size=text.vocab_size,
+        max_positions=getattr(text, "max_position_embeddings", None),
     )
 
 
-def needs(
-    shape: Shape, config: RunConfig, prompt_tokens: int, rollout_dtype: torch.dtype, cuda: bool
-) -> Needs:
-    """Of training `config`; `prompt_tokens` is the length of a long prompt."""
-    weights, copy = FP32 * shape.num_parameters, rollout_dtype.itemsize * shape.num_parameters
-    held = {"policy": weights, "optimizer": moment_bytes(shape, config), "rollout copy": copy}
-    if config.algorithm.kl_coef > 0:
-        held["reference"] = weights // 2 if _rounds(config, cuda) else weights
-    rows, row = _cache(shape, config, prompt_tokens, rollout_dtype)
-    logits = rows * shape.vocabulary
-    sampling = (
-        row + logits * CUDA_DRAW_BYTES
-        if cuda
-        else int(rows * row * CACHE_ROOM) + logits * DRAW_BYTES
-    )
-    update = weights + _scoring(
-        shape, config, prompt_tokens, cuda
-    )  # unlearning needs the same: gradient and scores
-    return Needs(held, {"sampling": sampling, "update": update}, rows * row if cuda else 0)
+def cache_bytes(shape: Shape, config: RunConfig, rollout_dtype: torch.dtype, free: int) -> int:
+    """Return how much of a GPU's `free` memory the KV cache may keep while the policy is trained.
+
+    Call it before anything is loaded.
+    """
+    # Few prompts are longer than the completions, and long rows get smaller micro-batches anyway.
+    prompt_tokens = config.algorithm.max_new_tokens
+    return Budget(
+        shape, config, prompt_tokens, rollout_dtype, cuda=True, free=free
+    ).left_by_training()
 
 
-def spare(shape: Shape, config: RunConfig, rollout_dtype: torch.dtype, free: int) -> int:
-    """What training will leave of a GPU's `free` bytes, counted before anything is loaded: a cache may stay there."""
-    prompt_tokens = (
-        config.algorithm.max_new_tokens
-    )  # few are longer, and micro-batches are cut to size anyway
-    training = needs(shape, config, prompt_tokens, rollout_dtype, cuda=True)
-    return max(
-        0, free - int(SAFETY_FACTOR * (sum(training.held.values()) + training.phases["update"]))
-    )
-
-
-def moment_bytes(shape: Shape, config: RunConfig) -> int:
+def optimizer_bytes(shape: Shape, config: RunConfig) -> int:
     return int(MOMENT_BYTES[config.training.optimizer] * shape.num_parameters)
 
 
-def _cache(
-    shape: Shape, config: RunConfig, prompt_tokens: int, dtype: torch.dtype
-) -> tuple[int, int]:
-    """How many rows are sampled at a time, and the bytes of one's keys and values at its longest."""
-    per_stage = (
-        config.training.prompts_per_step
-        * config.algorithm.group_size
-        // config.algorithm.num_stages
-    )
-    rows = min(config.rollout.max_rows, per_stage)
-    length = prompt_tokens + config.algorithm.max_new_tokens
-    per_token = 2 * shape.num_layers * shape.num_key_value_heads * shape.head_dim * dtype.itemsize
-    return rows, length * per_token
-
-
-def _scoring(shape: Shape, config: RunConfig, prompt_tokens: int, cuda: bool) -> int:
-    """What one micro-batch keeps for its backward pass, and the logits that exist at one time."""
-    length = prompt_tokens + config.algorithm.max_new_tokens
-    in_mini_batch = config.training.prompts_per_mini_batch * config.algorithm.group_size * length
-    tokens = max(length, min(config.model.micro_batch_tokens, in_mini_batch))
-    rounds = _rounds(config, cuda)
-    width = 2 if rounds else FP32  # of matrix products; norms and the residual stream stay fp32
-    layer = 6 * FP32 * shape.hidden_size + 4 * width * (shape.hidden_size + shape.intermediate_size)
-    if cuda and compiles(
-        config.model.compile, shape.num_parameters
-    ):  # norms and activations are computed again
-        layer = 2 * FP32 * shape.hidden_size + width * (
-            9 * shape.hidden_size // 2 + 3 * shape.intermediate_size
-        )
-    head_bytes = CUDA_HEAD_BYTES if cuda and rounds else HEAD_BYTES
-    casts = 2 * shape.num_parameters if rounds else 0  # bf16 copies of the weights, for one pass
-    kept = shape.num_layers * layer
-    if config.model.gradient_checkpointing:
-        kept = shape.num_layers * FP32 * shape.hidden_size + layer
-        casts = (
-            2 * shape.vocabulary * shape.hidden_size if rounds else 0
-        )  # of one matrix at a time, the largest
-    sampled = tokens * config.algorithm.max_new_tokens // length  # only these have logits
-    return (
-        tokens * kept
-        + min(config.model.head_tokens, sampled) * shape.vocabulary * head_bytes
-        + casts
-    )
-
-
-def _rounds(config: RunConfig, cuda: bool) -> bool:
-    """Whether products in training are in bf16."""
-    return config.model.compute_dtype == "bfloat16" or (
-        cuda and config.model.compute_dtype == "auto"
-    )
-
-
-def smaller(
-    shape: Shape,
-    config: RunConfig,
-    prompt_tokens: int,
-    rollout_dtype: torch.dtype,
-    cuda: bool,
-    free: int,
-) -> dict[str, Any] | None:
-    """Knobs with which the run fits into `free` bytes and computes the same, only slower; None if there are none."""
-    changed: dict[str, Any] = {}
-    while (now := needs(shape, config, prompt_tokens, rollout_dtype, cuda)).total > free:
-        change = _next_change(config, now.largest_phase)
-        if change is None:
-            return None
-        section, knob, value = change
-        changed[f"{section}.{knob}"] = value
-        config = _with(config, section, knob, value)
-    return changed
-
-
-def rounder(
-    shape: Shape,
-    config: RunConfig,
-    prompt_tokens: int,
-    rollout_dtype: torch.dtype,
-    cuda: bool,
-    free: int,
-) -> tuple[str, dict[str, Any]] | None:
-    """The first optimizer with smaller moments, and what `smaller` says beside it, with which the run fits.
-
-    Apart from those knobs, because rounded moments do not compute the same.
-    """
-    for name in sorted(MOMENT_BYTES, key=lambda name: -MOMENT_BYTES[name]):
-        if MOMENT_BYTES[name] < MOMENT_BYTES[config.training.optimizer]:
-            changed = _with(config, "training", "optimizer", name)
-            others = smaller(shape, changed, prompt_tokens, rollout_dtype, cuda, free)
-            if others is not None:
-                return name, others
-    return None
-
-
-def _with(config: RunConfig, section: str, knob: str, value: Any) -> RunConfig:
-    return dataclasses.replace(
-        config, **{section: dataclasses.replace(getattr(config, section), **{knob: value})}
-    )
+def checkpoint_bytes(shape: Shape, config: RunConfig) -> int:
+    """Return the disk space of all kept checkpoints, of the next one and of the final weights."""
+    weights = FP32_BYTES * shape.num_parameters
+    num_checkpoints = config.training.keep_checkpoints + 1
+    return (weights + optimizer_bytes(shape, config)) * num_checkpoints + weights
 
 
 def _next_change(config: RunConfig, phase: str) -> tuple[str, str, Any] | None:
+    """Return the next knob that makes `phase` smaller, as (section, knob, value)."""
     model, max_rows = config.model, config.rollout.max_rows
     if phase == "sampling":
         return ("rollout", "max_rows", max_rows // 2) if max_rows >= 16 else None
@@ -221,16 +254,11 @@ def _next_change(config: RunConfig, phase: str) -> tuple[str, str, Any] | None:
     return ("model", "head_tokens", model.head_tokens // 2) if model.head_tokens >= 512 else None
 
 
-def checkpoint_bytes(shape: Shape, config: RunConfig) -> int:
-    """Weights and both moments for each checkpoint kept and the one being written, and the final weights."""
-    weights = FP32 * shape.num_parameters
-    return (weights + moment_bytes(shape, config)) * (
-        config.training.keep_checkpoints + 1
-    ) + weights
-
-
 def gpu_share() -> float:
-    """Of a card, for this run: below 1 where runs share one. It is a measure for caches, not a bound on training."""
+    """Return the share of a GPU that this run may use; below 1 if several runs share the GPU.
+
+    It sizes the caches. It does not limit training.
+    """
     text = os.environ.get("EEPO_GPU_SHARE", "1")
     try:
         share = float(text)
@@ -241,17 +269,20 @@ def gpu_share() -> float:
     return share
 
 
-def card_memory(device: torch.device) -> int:
-    """Bytes of a card, this run's share."""
+def gpu_memory(device: torch.device) -> int:
+    """Return this run's share of the GPU's memory in bytes."""
     return int(gpu_share() * torch.cuda.mem_get_info(device)[1])
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes; of a card also what torch has reserved and does not use. None where the system does not say."""
+    """Return the free bytes of a device; None if the operating system does not report them.
+
+    On a GPU, memory that torch has reserved but does not use counts as free.
+    """
     if device.type == "cuda":
         used = torch.cuda.memory_allocated(device)
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - used
-        return max(0, min(free, card_memory(device) - used))
+        return max(0, min(free, gpu_memory(device) - used))
     table = Path("/proc/meminfo")
     if not table.exists():
         return None
@@ -259,13 +290,11 @@ def free_memory(device: torch.device) -> int | None:
     return int(rows["MemAvailable"].split()[0]) * 1024
 
 
-def give_back(device: torch.device) -> None:
-    """Where runs share a card, and this one has more than its share: what torch holds of it and does not use."""
-    if (
-        device.type == "cuda"
-        and gpu_share() < 1
-        and torch.cuda.memory_reserved(device) > card_memory(device)
-    ):
+def release_shared_memory(device: torch.device) -> None:
+    """Free torch's unused memory if runs share this GPU and this run holds more than its share."""
+    if device.type != "cuda" or gpu_share() == 1:
+        return
+    if torch.cuda.memory_reserved(device) > gpu_memory(device):
         torch.cuda.empty_cache()
 
 
@@ -273,5 +302,5 @@ def free_disk(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def gib(size: int) -> str:
+def format_bytes(size: int) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.0f} MiB"
