@@ -1,4 +1,4 @@
-"""The only place where a recipe becomes objects."""
+"""Builds trainers, warm starts and evaluations from their settings. Nothing else does."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from eepo.config import (
     WarmupConfig,
 )
 from eepo.evaluation.benchmark_run import BenchmarkEvaluation, BenchmarkOptions, weights_digest
+from eepo.evaluation.evaluate import Evaluator
 from eepo.evaluation.sets import PromptSet, load_sets, pick_template, prompt_sets, run_tables
 from eepo.evaluation.store import Store
 from eepo.model import loading, memory
@@ -34,10 +35,11 @@ from eepo.model.optimizers import build_optimizer
 from eepo.model.policy import Policy
 from eepo.protocols import RolloutEngine, Task
 from eepo.rewards import build_grader, build_reward
-from eepo.rollout.builtin import embedded_engine
+from eepo.rollout.builtin import builtin_engine
 from eepo.rollout.vllm import VLLMEngine
 from eepo.runs import checkpoint
-from eepo.runs.alarm import Guard
+from eepo.runs.alarm import AlarmMonitor
+from eepo.runs.checkpoint import Checkpointer
 from eepo.runs.loggers import build_logger, check_logger
 from eepo.runs.progress import Progress
 from eepo.runs.runlog import RunLog, resume_command
@@ -47,8 +49,8 @@ from eepo.trainer import Trainer
 from eepo.types import Prompt, Sampling, UserError
 from eepo.warmup import Warmup
 
-# What may change between a run and its resumption without making it another run.
-# Those of [model] and [rollout] are about memory and place: they may change the last bits, not what is computed.
+# Knobs that may change when a run is resumed. Those of [model] and [rollout] concern memory and
+# speed: they may change the last bits of a number, not what is computed.
 FREE_TO_CHANGE = {
     "model.device",
     "model.gradient_checkpointing",
@@ -70,41 +72,51 @@ FREE_TO_CHANGE = {
 
 
 def build_trainer(config: RunConfig, out: Path, resume: bool, progress: Progress) -> Trainer:
-    """A trainer at step 0, or where the newest checkpoint of `out` left off."""
+    """Return a trainer at step 0, or at the newest checkpoint in `out`."""
     check_logger(config.logging)
     start = find_start(config, out, resume)
     device = loading.pick_device(config.model.device)
     free = memory.free_memory(device)
     tokenizer = loading.load_tokenizer(config.model)
     reference = loading.load_model(config.model, device)
-    model = (
-        loading.load_model(_at(config.model, start), device) if start else copy.deepcopy(reference)
-    )
+    model = _model_at(config.model, start, device) if start else copy.deepcopy(reference)
     task = _task(config.task, tokenizer, config.training.seed, progress)
-    check_length(
-        model, _prompts(task, config), "algorithm.max_new_tokens =", config.algorithm.max_new_tokens
-    )
-    if text := loading.two_types(config, device):
-        progress.say(f"note: {text}; make rollout.dtype and model.compute_dtype one")
-    keep = _room_for_cache(model, config, free) if free and device.type == "cuda" else None
-    engine = _engine(
-        model, tokenizer, config.rollout, config.model.compile, keep
-    )  # from before the policy packs it
+    limit = config.algorithm.max_new_tokens
+    check_length(model, _prompts(task, config), "algorithm.max_new_tokens =", limit)
+    if mismatch := loading.two_types(config, device):
+        progress.say(f"note: {mismatch}; use the same rollout.dtype and model.compute_dtype")
+    keep = _cache_bytes(model, config, free) if free and device.type == "cuda" else None
+    # The engine copies the model before the policy replaces its attention.
+    engine = _engine(model, tokenizer, config.rollout, config.model.compile, keep)
+    policy = _policy(model, config.model)
+    reward = build_reward(config.reward, config.task)
+    optimizer = _optimizer(model, config.training)
     algorithm = EEPO(
-        policy=_policy(model, config.model),
+        policy=policy,
         reference=_reference(reference, config.model) if config.algorithm.kl_coef > 0 else None,
         engine=engine,
-        reward=build_reward(config.reward, config.task),
-        optimizer=_optimizer(model, config.training),
+        reward=reward,
+        optimizer=optimizer,
         options=config.algorithm,
         mini_batch=config.training.prompts_per_mini_batch,
         max_grad_norm=config.training.max_grad_norm,
     )
     done = checkpoint.step_of(start) if start else 0
     logger = build_logger(config.logging, out, done, dataclasses.asdict(config), progress)
-    log = open_log(config, out, start, device)
+    keep_checkpoints = config.training.keep_checkpoints
     trainer = Trainer(
-        config, algorithm, task, tokenizer, log, progress, Guard(config.alarm, out), logger
+        config=config,
+        algorithm=algorithm,
+        policy=policy,
+        evaluator=Evaluator(engine, reward),
+        checkpointer=Checkpointer(
+            out / "checkpoints", model, tokenizer, optimizer, keep_checkpoints
+        ),
+        task=task,
+        log=open_log(config, out, start, device),
+        progress=progress,
+        alarm_monitor=AlarmMonitor(config.alarm, out),
+        logger=logger,
     )
     if start:
         trainer.restore(start)
@@ -112,27 +124,27 @@ def build_trainer(config: RunConfig, out: Path, resume: bool, progress: Progress
 
 
 def build_warmup(config: WarmupConfig, out: Path, resume: bool, progress: Progress) -> Warmup:
+    """Return a warm start at step 0, or at the newest checkpoint in `out`."""
     start = find_start(config, out, resume)
     device = loading.pick_device(config.model.device)
     scratch = config.model.path == "scratch"
     tokenizer = build_tokenizer() if scratch else loading.load_tokenizer(config.model)
     if start:
-        model = loading.load_model(_at(config.model, start), device)
+        model = _model_at(config.model, start, device)
     elif scratch:
         model = new_model(config.scratch, tokenizer, config.supervised.seed).to(device)
     else:
         model = loading.load_model(config.model, device)
-    engine = _engine(
-        model, tokenizer, config.rollout, config.model.compile
-    )  # a copy from before the policy packs it
+    # The engine copies the model before the policy replaces its attention.
+    engine = _engine(model, tokenizer, config.rollout, config.model.compile)
+    policy = _policy(model, config.model)
+    optimizer = _optimizer(model, config.supervised)
     warmup = Warmup(
         config=config,
-        policy=_policy(model, config.model),
-        engine=engine,
-        reward=build_reward(config.reward, config.task),
-        optimizer=_optimizer(model, config.supervised),
+        policy=policy,
+        evaluator=Evaluator(engine, build_reward(config.reward, config.task)),
+        checkpointer=Checkpointer(out / "checkpoints", model, tokenizer, optimizer, keep=1),
         task=_task(config.task, tokenizer, 0, progress),
-        tokenizer=tokenizer,
         log=open_log(config, out, start, device),
         progress=progress,
     )
@@ -144,37 +156,32 @@ def build_warmup(config: WarmupConfig, out: Path, resume: bool, progress: Progre
 def build_evaluation(
     options: BenchmarkOptions, out: Path, progress: Progress
 ) -> BenchmarkEvaluation:
-    """On benchmarks, from the start or where the one in `out` was stopped. Mistakes show before weights are loaded."""
+    """Return a benchmark evaluation, at the start or where the one in `out` was stopped.
+
+    User errors are raised before the weights are loaded.
+    """
     problems = load_sets(options.benchmarks, options.data_dir, options.limit)
     tables = run_tables(options.model)
-    template, stop = (
-        pick_template(options.template, tables),
-        tables.get("rollout", {}).get("stop", ""),
-    )
+    template = pick_template(options.template, tables)
+    stop = tables.get("rollout", {}).get("stop", "")
     where = ModelConfig(options.model, options.revision, options.trust_remote_code, options.device)
     device, tokenizer = loading.pick_device(where.device), loading.load_tokenizer(where)
     if tokenizer.chat_template and options.template is None and not tables:
         progress.say(
-            f'prompts are in template "{template}"; the model has a chat template: --template chat uses it'
+            f'prompts use the template "{template}"; the model also has a chat template, which '
+            "--template chat selects"
         )
     sets = prompt_sets(problems, template, tokenizer, options.max_prompt_tokens)
     dtype = loading.pick_dtype("auto", device)
     store, reward = Store(out), build_grader(RewardConfig(name=options.reward))
-    settings = _evaluation_settings(options, sets) | {
-        "template": template,
-        "stop": stop,
-        "dtype": str(dtype),
-    }
+    settings = _evaluation_settings(options, sets)
+    settings |= {"template": template, "stop": stop, "dtype": str(dtype)}
     store.check(settings)
     model = loading.load_model(where, device, dtype)
-    check_length(
-        model,
-        (one for each in sets for one in each.prompts),
-        "--max-new-tokens",
-        options.max_new_tokens,
-    )
+    prompts = (prompt for prompt_set in sets for prompt in prompt_set.prompts)
+    check_length(model, prompts, "--max-new-tokens", options.max_new_tokens)
     store.open(settings | {"weights": weights_digest(model)}, _describe(device))
-    engine = embedded_engine(model, tokenizer, options.max_rows, stop)
+    engine = builtin_engine(model, tokenizer, options.max_rows, stop)
     sampling = Sampling(options.temperature, options.max_new_tokens, options.seed)
     return BenchmarkEvaluation(
         engine, reward, sets, store, options.num_samples, sampling, options.max_rows, progress
@@ -182,7 +189,7 @@ def build_evaluation(
 
 
 def _evaluation_settings(options: BenchmarkOptions, sets: list[PromptSet]) -> dict[str, Any]:
-    """What makes another evaluation when it changes: a folder holds one."""
+    """Return the settings that identify an evaluation. A folder holds one evaluation."""
     names = (
         "model",
         "revision",
@@ -197,45 +204,49 @@ def _evaluation_settings(options: BenchmarkOptions, sets: list[PromptSet]) -> di
         "temperature": options.temperature if options.num_samples else None,
         "seed": options.seed if options.num_samples else None,
         "path": loading.resolve(options.model),
-        "benchmarks": {one.name: one.settings() for one in sets},
+        "benchmarks": {prompt_set.name: prompt_set.settings() for prompt_set in sets},
     }
 
 
 def check_length(model: Any, prompts: Iterable[Prompt], knob: str, max_new_tokens: int) -> None:
-    """Beyond its positions a model writes noise, or fails, in the middle of a run."""
+    """Check that prompts and completions fit into the model's positions.
+
+    A model that runs out of positions writes noise or fails in the middle of a run.
+    """
     positions = getattr(model.config, "max_position_embeddings", None)
     longest = max((len(prompt.token_ids) for prompt in prompts), default=0)
     if positions is not None and longest + max_new_tokens > positions:
         room = f"at most {positions - longest}, or " if longest < positions else ""
         raise UserError(
-            f"{knob} {max_new_tokens} after a prompt of {longest} tokens is more than the model's {positions} "
-            f"positions; give {room}shorter prompts"
+            f"{knob} {max_new_tokens} after a prompt of {longest} tokens exceeds the model's "
+            f"{positions} positions; use {room}shorter prompts"
         )
 
 
 def find_start(
     config: RunConfig | WarmupConfig, out: Path, resume: bool, advice: str = ""
 ) -> Path | None:
-    """The checkpoint to go on from, if any. Writes nothing: a run that cannot begin leaves no folder behind.
+    """Return the checkpoint to continue from, if there is one. This writes nothing.
 
-    `advice`: what to do where the run there has other knobs; by default that of a single run.
+    `advice` ends the error message if the run in `out` has other knobs.
     """
-    written = out / "recipe.toml"
+    recipe_file = out / "recipe.toml"
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; give a folder")
-    if written.exists() and not resume:
+    if not recipe_file.exists():
+        return None
+    if not resume:
         raise UserError(
-            f"--out {out} already holds a run; add --resume to go on with it, or give another folder"
+            f"--out {out} already contains a run; add --resume to continue it, or use another folder"
         )
-    if written.exists():
-        _check_same(config, written, advice or _advice(config, out))
-    return checkpoint.latest(out / "checkpoints") if written.exists() else None
+    _check_same(config, recipe_file, advice or _advice(config, out))
+    return checkpoint.latest(out / "checkpoints")
 
 
 def open_log(
     config: RunConfig | WarmupConfig, out: Path, start: Path | None, device: torch.device
 ) -> RunLog:
-    """The run's records, back at the step from which it goes on."""
+    """Open the records of a run, and drop those after the checkpoint `start`."""
     log = RunLog(out)
     log.rewind(checkpoint.step_of(start) if start else 0)
     log.write_recipe(recipe.dump(config))
@@ -245,12 +256,13 @@ def open_log(
 
 
 def new_model(scratch: ScratchConfig, tokenizer: Any, seed: int) -> Any:
-    """A randomly initialised decoder of the family, with the tokenizer's vocabulary."""
+    """Return a randomly initialised decoder with the tokenizer's vocabulary."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if scratch.hidden_size % scratch.num_heads:
         raise UserError(
-            f"scratch.hidden_size = {scratch.hidden_size} must be a multiple of num_heads = {scratch.num_heads}"
+            f"scratch.hidden_size = {scratch.hidden_size} must be a multiple of num_heads = "
+            f"{scratch.num_heads}"
         )
     shape = AutoConfig.for_model(
         scratch.family,
@@ -272,34 +284,31 @@ def new_model(scratch: ScratchConfig, tokenizer: Any, seed: int) -> Any:
         return AutoModelForCausalLM.from_config(shape)
 
 
-def _check_same(config: RunConfig | WarmupConfig, written: Path, advice: str) -> None:
-    """A resumed run must be the same run: name the first knob that differs."""
-    before = dict(_flat(recipe.load(type(config), written)))
+def _check_same(config: RunConfig | WarmupConfig, recipe_file: Path, advice: str) -> None:
+    """Raise an error for the first knob that differs from the run's recipe."""
+    before = dict(_flat(recipe.load(type(config), recipe_file)))
     for key, new in _flat(config):
         old = before.get(key)
         if old != new and key not in FREE_TO_CHANGE:
-            raise UserError(f"{key} = {new!r}, but {written} has {old!r}; {advice}")
+            raise UserError(f"{key} = {new!r}, but {recipe_file} has {old!r}; {advice}")
 
 
 def _advice(config: RunConfig | WarmupConfig, out: Path) -> str:
-    """The usual cause is a forgotten --set."""
+    """Say how to resume. The usual cause of a difference is a forgotten --set."""
     command = resume_command(out, "warmup" if isinstance(config, WarmupConfig) else "train")
-    return f"give the same --set again, or another --out, or go on with: {command}"
+    return f"repeat the same --set, or use another --out, or continue with: {command}"
 
 
-def _flat(config: Any) -> list[tuple[str, Any]]:
-    items: list[tuple[str, Any]] = []
+def _flat(config: Any) -> Iterator[tuple[str, Any]]:
     for key, value in dataclasses.asdict(config).items():
-        items += (
-            [(f"{key}.{name}", inner) for name, inner in value.items()]
-            if isinstance(value, dict)
-            else [(key, value)]
-        )
-    return items
+        if isinstance(value, dict):
+            yield from ((f"{key}.{name}", inner) for name, inner in value.items())
+        else:
+            yield key, value
 
 
 def _task(config: TaskConfig, tokenizer: Any, order_seed: int, progress: Progress) -> Task:
-    """The task, and on the screen what its data need the user to know."""
+    """Build the task, and print its notes about the data."""
     task = build_task(config, tokenizer, order_seed)
     for note in getattr(task, "notes", ()):
         progress.say(f"note: {note}")
@@ -307,57 +316,52 @@ def _task(config: TaskConfig, tokenizer: Any, order_seed: int, progress: Progres
 
 
 def _prompts(task: Task, config: RunConfig) -> Iterator[Prompt]:
-    """All that there are, and of endless ones some."""
+    """Yield all prompts; if training prompts are unlimited, those of one step."""
     number: int = getattr(task, "num_train", 0) or config.training.prompts_per_step
     yield from task.training_prompts(0, number)
     for prompts in task.evaluation_sets().values():
         yield from prompts
 
 
-def _at(config: ModelConfig, folder: Path) -> ModelConfig:
-    return dataclasses.replace(config, path=str(folder.resolve()))
+def _model_at(config: ModelConfig, folder: Path, device: torch.device) -> Any:
+    return loading.load_model(dataclasses.replace(config, path=str(folder.resolve())), device)
 
 
-def _policy(model: Any, config: ModelConfig) -> Policy:
+def _policy(model: Any, config: ModelConfig, dtype: torch.dtype | None = None) -> Policy:
     compute = loading.pick_dtype(config.compute_dtype, model.device)
-    policy = Policy(model, config.micro_batch_tokens, config.head_tokens, compute)
+    policy = Policy(model, config.micro_batch_tokens, config.head_tokens, compute, dtype)
     if wants_compiling(model, config.compile):
         compile_layers(model)
     return policy
 
 
 def _reference(model: Any, config: ModelConfig) -> Policy:
-    """Only read, and where that is in bf16 held in it, too."""
+    """Build the reference. It is never trained, so with bf16 products it is kept in bf16."""
     compute = loading.pick_dtype(config.compute_dtype, model.device)
     dtype = compute if compute == torch.bfloat16 else None
-    policy = Policy(
-        model.requires_grad_(False), config.micro_batch_tokens, config.head_tokens, compute, dtype
-    )
-    if wants_compiling(model, config.compile):
-        compile_layers(model)
-    return policy
+    return _policy(model.requires_grad_(False), config, dtype)
 
 
-def _room_for_cache(model: Any, config: RunConfig, free: int) -> int:
+def _cache_bytes(model: Any, config: RunConfig, free: int) -> int:
     shape = memory.shape_of(model.config, sum(weight.numel() for weight in model.parameters()))
-    return memory.spare(shape, config, loading.pick_dtype(config.rollout.dtype, model.device), free)
+    dtype = loading.pick_dtype(config.rollout.dtype, model.device)
+    return memory.cache_bytes(shape, config, dtype, free)
 
 
 def _engine(
     model: Any, tokenizer: Any, config: RolloutConfig, compiled: str, keep_bytes: int | None = None
 ) -> RolloutEngine:
-    """On a copy of its own, in its own type."""
+    """Build the engine on its own copy of the weights, in its own dtype."""
     dtype = loading.pick_dtype(config.dtype, model.device)
     if config.engine == "vllm":
         return VLLMEngine(
             model, tokenizer, dtype, config.max_rows, config.stop, config.gpu_memory_share
         )
-    own = copy.deepcopy(model)
-    for weight in (
-        own.parameters()
-    ):  # not the buffers: rotary frequencies in bf16 turn by radians within 1,000 tokens
+    model = copy.deepcopy(model)
+    # Buffers keep their dtype: rotary frequencies in bf16 are wrong by radians after 1,000 tokens.
+    for weight in model.parameters():
         weight.data = weight.data.to(dtype)
-    return embedded_engine(own, tokenizer, config.max_rows, config.stop, compiled, keep_bytes)
+    return builtin_engine(model, tokenizer, config.max_rows, config.stop, compiled, keep_bytes)
 
 
 def _optimizer(model: Any, loop: TrainingConfig | SupervisedConfig) -> torch.optim.Optimizer:

@@ -1,6 +1,6 @@
-"""The knobs, grouped by what they turn. Defaults are the paper's. Rules that a type cannot say stand in `metadata`.
+"""All knobs of a recipe, with defaults (the paper's), allowed ranges and help texts.
 
-Reading a recipe into these, with an error line for every mistake, is `recipe.py`.
+`recipe.py` reads TOML files into these classes and reports every mistake.
 """
 
 from __future__ import annotations
@@ -9,113 +9,124 @@ from dataclasses import dataclass, field
 from string import Formatter
 from typing import Any, Literal
 
+AUTO_COMPILE_PARAMETERS = 100_000_000  # below this, steps are too short to gain from compilation
+
 
 def knob(
     default: Any,
+    help: str = "",
     *,
     above: float | None = None,
     least: float | None = None,
     most: float | None = None,
 ) -> Any:
-    """A field with a range: `above` is exclusive, `least` and `most` are inclusive."""
-    return field(default=default, metadata={"above": above, "least": least, "most": most})
+    """Declare a field with a help text and a range.
+
+    `above` is an exclusive bound; `least` and `most` are inclusive.
+    """
+    metadata = {"help": help, "above": above, "least": least, "most": most}
+    return field(default=default, metadata=metadata)
 
 
-def compiles(choice: str, num_parameters: int) -> bool:
-    """What `model.compile` says of a model of this size, where it can be compiled at all."""
-    return choice == "on" or (
-        choice == "auto" and num_parameters >= 100_000_000
-    )  # else steps are too short for it
+def should_compile(choice: str, num_parameters: int) -> bool:
+    """Apply `model.compile` to a model of this size."""
+    return choice == "on" or (choice == "auto" and num_parameters >= AUTO_COMPILE_PARAMETERS)
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Where the policy starts. `path`: a folder, a run, a hub name, `builtin:countdown` or `package:smollm2`."""
+    """The initial policy, and how it is trained in memory."""
 
-    path: str = "builtin:countdown"
-    revision: str = "main"
-    trust_remote_code: bool = False
-    device: str = "auto"  # auto | cpu | cuda | cuda:N
-    gradient_checkpointing: bool = False
-    compile: Literal["auto", "on", "off"] = (
-        "auto"  # layers, on a GPU; auto: of models with 100 million weights or more
+    path: str = knob(
+        "builtin:countdown",
+        "A folder, a run, a hub name, `builtin:countdown` or `package:smollm2`.",
     )
-    compute_dtype: Literal["auto", "float32", "bfloat16"] = (
-        "auto"  # of products in training; auto: bfloat16 on a GPU
+    revision: str = knob("main", "Revision of a hub model.")
+    trust_remote_code: bool = knob(False, "Run Python code that comes with the model.")
+    device: str = knob("auto", "auto, cpu, cuda or cuda:N.")
+    gradient_checkpointing: bool = knob(False, "Recompute activations: less memory, slower.")
+    compile: Literal["auto", "on", "off"] = knob(
+        "auto", "Compile the layers on a GPU. auto: models with at least 100M parameters."
     )
-    micro_batch_tokens: int = knob(16384, least=1)  # padded tokens in one forward pass
-    head_tokens: int = knob(4096, least=1)  # positions whose logits exist at one time
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = knob(
+        "auto", "Dtype of matrix products in training. auto: bfloat16 on a GPU, else float32."
+    )
+    micro_batch_tokens: int = knob(16384, "Tokens per forward pass, with padding.", least=1)
+    head_tokens: int = knob(4096, "Positions whose logits are in memory at once.", least=1)
 
 
 @dataclass(frozen=True)
 class CountdownConfig:
-    """Which problems. Ranges are inclusive; `out_of_range_*` is only evaluated, never trained on."""
+    """Countdown: reach a target with four numbers. Ranges are inclusive.
+
+    Targets from `out_of_range_min_target` to `out_of_range_max_target` are only evaluated.
+    """
 
     name: Literal["countdown"] = "countdown"
-    num_numbers: int = knob(4, least=2, most=6)
-    max_number: int = knob(12, least=2, most=99)
-    min_target: int = knob(10, least=0)
-    max_target: int = knob(60, least=0)
-    out_of_range_min_target: int = knob(61, least=0)
-    out_of_range_max_target: int = knob(99, least=0)
-    num_train: int = knob(0, least=0)  # 0: a fresh problem every time
-    num_evaluation: int = knob(200, least=1)  # problems in each evaluation set
-    template: str = "{numbers} = {target} :"
-    seed: int = knob(
-        0, least=0
-    )  # of the problem sets; the run's own seed says which of them come when
+    num_numbers: int = knob(4, "Numbers per problem.", least=2, most=6)
+    max_number: int = knob(12, "Largest number.", least=2, most=99)
+    min_target: int = knob(10, "Smallest target in training.", least=0)
+    max_target: int = knob(60, "Largest target in training.", least=0)
+    out_of_range_min_target: int = knob(61, "Smallest target of the harder set.", least=0)
+    out_of_range_max_target: int = knob(99, "Largest target of the harder set.", least=0)
+    num_train: int = knob(0, "Size of the training set. 0: a new problem every time.", least=0)
+    num_evaluation: int = knob(200, "Problems per evaluation set.", least=1)
+    template: str = knob("{numbers} = {target} :", "Prompt with {numbers} and {target}.")
+    seed: int = knob(0, "Seed of the problem sets; training.seed orders them.", least=0)
 
 
 @dataclass(frozen=True)
 class SumsConfig:
-    """Sums of whole numbers after some solved ones: a task for a small pretrained model. Drawn afresh, as countdown is.
+    """Sums of integers after solved examples: a task for a small pretrained model.
 
-    Out of range: every number has one digit more than `max_digits`; only evaluated.
+    The harder evaluation set has numbers with one digit more than `max_digits`.
     """
 
     name: Literal["sums"] = "sums"
-    num_terms: int = knob(2, least=2, most=6)
-    max_digits: int = knob(2, least=1, most=6)
-    num_examples: int = knob(4, least=0, most=32)  # solved sums before the question
-    num_train: int = knob(0, least=0)  # 0: a fresh problem every time
-    num_evaluation: int = knob(200, least=1)
-    seed: int = knob(0, least=0)
+    num_terms: int = knob(2, "Numbers per sum.", least=2, most=6)
+    max_digits: int = knob(2, "Largest number of digits in training.", least=1, most=6)
+    num_examples: int = knob(4, "Solved sums before the question.", least=0, most=32)
+    num_train: int = knob(0, "Size of the training set. 0: a new problem every time.", least=0)
+    num_evaluation: int = knob(200, "Problems per evaluation set.", least=1)
+    seed: int = knob(0, "Seed of the problem sets.", least=0)
 
 
 @dataclass(frozen=True)
 class DatasetConfig:
-    """Problems with answers: .jsonl, .json or .parquet files, or hub data sets (owner/name or owner/name:config)."""
+    """Problems with answers: .jsonl, .json or .parquet files, or hub data sets."""
 
     name: Literal["dataset"] = "dataset"
-    train: str = ""
-    train_split: str = "train"  # of a hub data set
-    evaluation: tuple[
-        str, ...
-    ] = ()  # benchmarks by name (math500, amc23, ...), files or hub data sets
-    evaluation_split: str = "test"
-    data_dir: str = (
-        ""  # where files, and benchmarks as files, are looked for; empty: here, and the hub
+    train: str = knob("", "Training data: a file, or a hub name (owner/name or owner/name:config).")
+    train_split: str = knob("train", "Split of a hub data set.")
+    evaluation: tuple[str, ...] = knob(
+        (), "Evaluation sets: benchmarks by name (math500, amc23, ...), files or hub data sets."
     )
-    problem_column: str = "problem"
-    answer_column: str = "answer"  # a final answer, or a solution that ends in \\boxed{} or ####
-    level_column: str = "level"
-    levels: tuple[int, ...] = ()  # keep only these; empty: all
-    skip_unanswered: bool = (
-        False  # leave training rows without an answer out, and count them; false: they are errors
+    evaluation_split: str = knob("test", "Split of hub data sets for evaluation.")
+    data_dir: str = knob("", "Folder with data files. Empty: the current folder, then the hub.")
+    problem_column: str = knob("problem", "Column with the problem text.")
+    answer_column: str = knob(
+        "answer", "Column with the answer, or a solution that ends in \\boxed{} or ####."
     )
-    template: str = "boxed"  # boxed: an instruction for base models; chat: the model's own; or a text with {problem}
-    max_prompt_tokens: int = knob(1024, least=1)  # longer prompts are left out, and counted
+    level_column: str = knob("level", "Column with the difficulty level.")
+    levels: tuple[int, ...] = knob((), "Keep only these levels. Empty: all.")
+    skip_unanswered: bool = knob(False, "Skip and count training rows without an answer.")
+    template: str = knob(
+        "boxed",
+        "boxed: an instruction for base models. chat: the model's chat template. "
+        "Or a text with {problem}.",
+    )
+    max_prompt_tokens: int = knob(1024, "Skip and count longer prompts.", least=1)
 
 
 @dataclass(frozen=True)
 class ReasoningGymConfig:
-    """One of reasoning-gym's generators (extra `reasoning_gym`), graded by its own scorer."""
+    """A data set of reasoning-gym (extra `reasoning_gym`), graded by its own scorer."""
 
     name: Literal["reasoning_gym"] = "reasoning_gym"
-    dataset: str = "chain_sum"
-    template: str = "boxed"
-    num_evaluation: int = knob(200, least=1)
-    seed: int = knob(0, least=0)
+    dataset: str = knob("chain_sum", "Name of the data set.")
+    template: str = knob("boxed", "boxed, chat or a text with {problem}.")
+    num_evaluation: int = knob(200, "Problems in the evaluation set.", least=1)
+    seed: int = knob(0, "Seed of the problems.", least=0)
 
 
 TaskConfig = CountdownConfig | SumsConfig | DatasetConfig | ReasoningGymConfig
@@ -123,144 +134,163 @@ TaskConfig = CountdownConfig | SumsConfig | DatasetConfig | ReasoningGymConfig
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """How completions are graded: by the task's own grader, one of ours by name, or the user's `module:function`."""
+    """How completions are graded, in processes that can be killed."""
 
-    name: str = "auto"  # auto | math | exact | countdown | reasoning_gym | module:function
-    num_workers: int = knob(
-        0, least=0, most=256
-    )  # grading processes; 0: one for each core, at most 8
+    name: str = knob(
+        "auto",
+        "auto: the task's grader. Or math, exact, countdown, reasoning_gym, module:function.",
+    )
+    num_workers: int = knob(0, "Grading processes. 0: one per core, at most 8.", least=0, most=256)
     cpu_seconds: float = knob(
-        1.0, above=0, most=3600
-    )  # for one completion; over it, its process is killed
-    memory_mb: int = knob(1024, least=64)  # of one grading process, beyond what it starts with
+        1.0, "CPU time per completion; the process is killed after it.", above=0, most=3600
+    )
+    memory_mb: int = knob(1024, "Memory per grading process, above its start size.", least=64)
 
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """GRPO and what EEPO adds. `num_stages = 1` is GRPO, 2 the paper's EEPO, more is ours."""
+    """GRPO and EEPO. `num_stages = 1` is GRPO, 2 is EEPO; 3 and more go beyond the paper."""
 
-    group_size: int = knob(8, least=2)
-    num_stages: int = knob(2, least=1)
-    temperature: float = knob(1.0, above=0)
-    max_new_tokens: int = knob(4096, least=1)
+    group_size: int = knob(8, "Completions per prompt (G), over all stages.", least=2)
+    num_stages: int = knob(2, "Stages per step; unlearning runs between them.", least=1)
+    temperature: float = knob(1.0, "Sampling temperature in training.", above=0)
+    max_new_tokens: int = knob(4096, "Longest completion in tokens.", least=1)
 
-    gate: Literal["token", "step", "always", "never"] = "token"
-    gate_threshold: float = knob(0.3, least=0)
-    gate_window: int = knob(3, least=1)
-    unlearn_lr: float | Literal["auto"] = knob(3e-3, least=0)
-    unlearn_kl_target: float = knob(1e-3, above=0)  # for unlearn_lr = "auto"
-    unlearn_loss: Literal["comp", "nll"] = "comp"
-    unlearn_on: Literal["all", "rewarded", "unrewarded", "zero_variance"] = (
-        "all"  # stuck: groups whose rewards are equal
+    gate: Literal["token", "step", "always", "never"] = knob(
+        "token", "What opens unlearning: low entropy per token or per step, always or never."
+    )
+    gate_threshold: float = knob(0.3, "Entropy below which the gate opens (α), in nats.", least=0)
+    gate_window: int = knob(3, "Tokens or steps that the entropy is averaged over (m).", least=1)
+    unlearn_lr: float | Literal["auto"] = knob(
+        3e-3, "Learning rate of the unlearning step (η). auto: meet unlearn_kl_target.", least=0
+    )
+    unlearn_kl_target: float = knob(1e-3, "KL(θ‖θ′) for unlearn_lr = auto, per token.", above=0)
+    unlearn_loss: Literal["comp", "nll"] = knob(
+        "comp", "comp: complementary loss. nll: gradient ascent on the NLL (ablation)."
+    )
+    unlearn_on: Literal["all", "rewarded", "unrewarded", "zero_variance"] = knob(
+        "all", "Completions to unlearn. zero_variance: groups whose rewards are all equal."
     )
     unlearn_max_completions: int = knob(
-        0, least=0
-    )  # in one unlearning step, evenly chosen; 0: all there are
-    unlearn_eps: float = knob(1e-4, above=0, most=0.5)
-    saturation: Literal["stop", "exact"] = "stop"
-    probe_completions: int = knob(64, least=1)  # stage-1 completions on which KL(θ‖θ′) is measured
+        0, "Completions per unlearning step, evenly spaced. 0: all.", least=0
+    )
+    unlearn_eps: float = knob(1e-4, "ε of saturation = stop.", above=0, most=0.5)
+    saturation: Literal["stop", "exact"] = knob(
+        "stop", "stop: no gradient above p = 1 − ε (the paper). exact: log(1 − p) without a limit."
+    )
+    probe_completions: int = knob(64, "Stage-1 completions that measure KL(θ‖θ′).", least=1)
 
-    advantage_baseline: Literal["group", "stage"] = "group"
-    later_advantages: Literal["all", "positive"] = (
-        "all"  # after stage 1; positive: what does worse is not punished
+    advantage_baseline: Literal["group", "stage"] = knob(
+        "group", "Normalise rewards over the whole group, or within each stage of it."
+    )
+    stage2_negative_advantages: bool = knob(
+        True, "Use negative advantages of stage 2 and later. false: set them to 0."
     )
     failure_weight: float = knob(
-        1.0, least=0, most=1
-    )  # of what does worse than its group, against what does better
-    rare_weight: float = knob(
-        0.0, least=0, most=1
-    )  # how much more an unlikely success weighs than a likely one
-    clip_low: float = knob(0.2, above=0, most=1)
-    clip_high: float = knob(0.2, above=0)
-    kl_coef: float = knob(1e-4, least=0)
-    entropy_coef: float = knob(1e-5, least=0)
+        1.0, "Factor of negative advantages. 1: GRPO. 0: only positive ones.", least=0, most=1
+    )
+    clip_low: float = knob(0.2, "Lower clipping of the ratio.", above=0, most=1)
+    clip_high: float = knob(0.2, "Upper clipping of the ratio.", above=0)
+    kl_coef: float = knob(1e-4, "Weight of the KL to the initial policy.", least=0)
+    entropy_coef: float = knob(1e-5, "Weight of the entropy bonus.", least=0)
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """The loop: how many prompts, how often, and the optimizer."""
+    """The training loop and the optimizer."""
 
-    num_steps: int = knob(100, least=0)
+    num_steps: int = knob(100, "Training steps.", least=0)
     max_seconds: float = knob(
-        0.0, least=0
-    )  # of steps alone: the first step that reaches it is the last; 0: no limit
-    prompts_per_step: int = knob(128, least=1)
-    prompts_per_mini_batch: int = knob(64, least=1)
-    optimizer: Literal["adamw", "adamw_bf16", "adamw_8bit"] = (
-        "adamw"  # its moments: 8, 4 or 2 bytes a weight
+        0.0, "Stop after the first step that reaches this training time. 0: no limit.", least=0
     )
-    learning_rate: float = knob(5e-7, least=0)
-    weight_decay: float = knob(0.01, least=0)
-    max_grad_norm: float = knob(1.0, above=0)
-    seed: int = knob(0, least=0)
-    checkpoint_every: int = knob(20, least=0)  # 0: only at the end
-    keep_checkpoints: int = knob(2, least=1)
-    log_completions: int = knob(4, least=0)  # prompts per step whose groups are written down
+    prompts_per_step: int = knob(128, "Prompts per step.", least=1)
+    prompts_per_mini_batch: int = knob(64, "Prompts per optimizer step.", least=1)
+    optimizer: Literal["adamw", "adamw_bf16", "adamw_8bit"] = knob(
+        "adamw", "AdamW with moments of 8, 4 or 2 bytes per weight."
+    )
+    learning_rate: float = knob(5e-7, "Learning rate, constant.", least=0)
+    weight_decay: float = knob(0.01, "Weight decay.", least=0)
+    max_grad_norm: float = knob(1.0, "Clip the gradient to this norm.", above=0)
+    seed: int = knob(0, "Seed of sampling and of the order of prompts.", least=0)
+    checkpoint_every: int = knob(20, "Steps between checkpoints. 0: only at the end.", least=0)
+    keep_checkpoints: int = knob(2, "Newest checkpoints to keep.", least=1)
+    log_completions: int = knob(4, "Prompts per step whose completions are logged.", least=0)
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """The engine that samples, in its own copy of the weights."""
+    """The engine that samples, from its own copy of the weights."""
 
-    engine: Literal["transformers", "vllm"] = (
-        "transformers"  # vllm: needs the extra of that name (docs/engines.md)
+    engine: Literal["builtin", "vllm"] = knob(
+        "builtin", "vllm needs the extra of that name (docs/engines.md)."
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = (
-        "auto"  # auto: bfloat16 on a GPU, else float32
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = knob(
+        "auto", "Dtype of the rollout weights. auto: bfloat16 on a GPU, else float32."
     )
-    max_rows: int = knob(1024, least=1)  # completions sampled at the same time
-    stop: str = ""  # a completion also ends with the first token that holds this text; empty: only at its own end
+    max_rows: int = knob(1024, "Completions sampled at the same time.", least=1)
+    stop: str = knob("", "Also end a completion at the first token that contains this text.")
     gpu_memory_share: float = knob(
-        0.4, above=0, most=1
-    )  # of the card, for vllm's weights and cache while it samples
+        0.4, "Share of the GPU for vLLM's weights and KV cache.", above=0, most=1
+    )
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """`every` steps a quick look, at the end the full one. Each problem: one greedy and `num_samples` drawn."""
+    """Evaluation: quick every `every` steps, full at the end.
 
-    start: bool = False  # the full evaluation of the starting policy, too
-    every: int = knob(0, least=0)  # 0: only at the end
-    quick_problems: int = knob(64, least=1)
-    quick_samples: int = knob(4, least=1)
-    num_samples: int = knob(32, least=1)
-    temperature: float = knob(1.0, above=0)
-    seed: int = knob(1234, least=0)
+    Each problem is answered once greedily and `num_samples` times by sampling.
+    """
+
+    start: bool = knob(False, "Also run the full evaluation before training.")
+    every: int = knob(0, "Steps between quick evaluations. 0: none.", least=0)
+    quick_problems: int = knob(64, "Problems per set in a quick evaluation.", least=1)
+    quick_samples: int = knob(4, "Samples per problem in a quick evaluation.", least=1)
+    num_samples: int = knob(32, "Samples per problem in the full evaluation.", least=1)
+    temperature: float = knob(1.0, "Sampling temperature.", above=0)
+    seed: int = knob(1234, "Seed of the samples.", least=0)
 
 
 @dataclass(frozen=True)
 class AlarmConfig:
-    """When a run is said to go wrong: a bound broken in `patience` steps in a row. Any bound may be "off"."""
+    """Alarms: a bound that is violated for `patience` steps in a row. Each bound may be "off"."""
 
-    action: Literal["warn", "stop", "halve_unlearn_lr"] = "warn"
-    patience: int = knob(5, least=1)
+    action: Literal["warn", "stop", "halve_unlearn_lr"] = knob(
+        "warn", "What an alarm does besides its message."
+    )
+    patience: int = knob(5, "Steps in a row before an alarm.", least=1)
     entropy_below: float | Literal["off"] = knob(
-        0.01, least=0
-    )  # of the policy, in stage 1; nats a token
-    entropy_above: float | Literal["off"] = knob("off", least=0)  # of any stage
-    truncated_share_above: float | Literal["off"] = knob(0.5, least=0, most=1)  # of any stage
-    zero_advantage_share_above: float | Literal["off"] = knob(0.95, least=0, most=1)
+        0.01, "Stage-1 entropy, nats per token: the policy has collapsed.", least=0
+    )
+    entropy_above: float | Literal["off"] = knob(
+        "off", "Entropy of any stage, nats per token.", least=0
+    )
+    truncated_share_above: float | Literal["off"] = knob(
+        0.5, "Share of truncated completions in any stage.", least=0, most=1
+    )
+    zero_advantage_share_above: float | Literal["off"] = knob(
+        0.95, "Share of groups without any advantage.", least=0, most=1
+    )
     mismatch_kl_above: float | Literal["off"] = knob(
-        0.01, least=0
-    )  # between engine and policy; nats a token
+        0.01, "KL between engine and policy, nats per token.", least=0
+    )
     dead_stage_above: float | Literal["off"] = knob(
-        0.05, least=0
-    )  # a stage earns nearly 0, another more than this
+        0.05, "Reward of the best stage while another stage earns almost nothing.", least=0
+    )
 
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """Where metrics go besides the run's folder. Each needs its package: pip install 'eepo[tensorboard]' and so on."""
+    """Where metrics go besides the run folder. Each logger needs its extra."""
 
-    to: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
-    project: str = "eepo"  # for wandb and trackio; the run's name there is that of its folder
+    to: Literal["none", "tensorboard", "wandb", "trackio"] = knob("none", "The logger.")
+    project: str = knob("eepo", "Project in wandb or trackio. The run is named by its folder.")
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A whole training recipe."""
+    """A training recipe."""
 
-    name: str = "run"
+    name: str = knob("run", "Name of the method in reports.")
     model: ModelConfig = ModelConfig()
     task: TaskConfig = CountdownConfig()
     reward: RewardConfig = RewardConfig()
@@ -274,38 +304,43 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class ScratchConfig:
-    """A new small decoder, for a warm start from nothing."""
+    """Shape of a new small decoder, for a warm start without a pretrained model."""
 
-    family: Literal["llama", "qwen3"] = "llama"
-    hidden_size: int = knob(192, least=8)
-    intermediate_size: int = knob(512, least=8)
-    num_layers: int = knob(4, least=1)
-    num_heads: int = knob(4, least=1)
-    max_positions: int = knob(128, least=8)
+    family: Literal["llama", "qwen3"] = knob("llama", "Architecture.")
+    hidden_size: int = knob(192, "Width.", least=8)
+    intermediate_size: int = knob(512, "Width of the MLP.", least=8)
+    num_layers: int = knob(4, "Layers.", least=1)
+    num_heads: int = knob(4, "Attention heads.", least=1)
+    max_positions: int = knob(128, "Longest sequence.", least=8)
 
 
 @dataclass(frozen=True)
 class SupervisedConfig:
-    """The warm start's loop. The learning rate rises for `ramp_steps`, then falls along a cosine to a tenth."""
+    """The loop of the warm start.
 
-    num_steps: int = knob(1000, least=1)
-    batch_size: int = knob(256, least=1)
-    optimizer: Literal["adamw", "adamw_bf16", "adamw_8bit"] = "adamw"
-    learning_rate: float = knob(1e-3, above=0)
-    ramp_steps: int = knob(50, least=0)
-    weight_decay: float = knob(0.01, least=0)
-    max_grad_norm: float = knob(1.0, above=0)
-    seed: int = knob(0, least=0)
-    num_workers: int = knob(0, least=0)  # processes that draw demonstrations
-    checkpoint_every: int = knob(500, least=0)  # 0: only at the end
-    save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the final weights
+    The learning rate rises for `ramp_steps`, then falls along a cosine to a tenth.
+    """
+
+    num_steps: int = knob(1000, "Training steps.", least=1)
+    batch_size: int = knob(256, "Demonstrations per step.", least=1)
+    optimizer: Literal["adamw", "adamw_bf16", "adamw_8bit"] = knob(
+        "adamw", "AdamW with moments of 8, 4 or 2 bytes per weight."
+    )
+    learning_rate: float = knob(1e-3, "Peak learning rate.", above=0)
+    ramp_steps: int = knob(50, "Steps until the peak.", least=0)
+    weight_decay: float = knob(0.01, "Weight decay.", least=0)
+    max_grad_norm: float = knob(1.0, "Clip the gradient to this norm.", above=0)
+    seed: int = knob(0, "Seed of the new weights.", least=0)
+    num_workers: int = knob(0, "Processes that generate demonstrations.", least=0)
+    checkpoint_every: int = knob(500, "Steps between checkpoints. 0: only at the end.", least=0)
+    save_dtype: Literal["float32", "bfloat16"] = knob("float32", "Dtype of the final weights.")
 
 
 @dataclass(frozen=True)
 class WarmupConfig:
-    """A whole warm-start recipe. `model.path = "scratch"` builds the model that `[scratch]` describes."""
+    """A warm-start recipe. `model.path = "scratch"` builds the model of `[scratch]`."""
 
-    name: str = "warmup"
+    name: str = knob("warmup", "Name of the run.")
     model: ModelConfig = ModelConfig(path="scratch")
     scratch: ScratchConfig = ScratchConfig()
     task: TaskConfig = CountdownConfig()
@@ -313,17 +348,20 @@ class WarmupConfig:
     supervised: SupervisedConfig = SupervisedConfig()
     rollout: RolloutConfig = RolloutConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-    max_new_tokens: int = knob(64, least=1)  # of the evaluation at the end
+    max_new_tokens: int = knob(64, "Longest completion in the final evaluation.", least=1)
 
 
 def check_run(config: RunConfig) -> str | None:
-    """Rules between knobs: the first one broken, as the line the user reads, or None."""
+    """Return the first violated rule between knobs as an error line, or None."""
     size, stages = config.algorithm.group_size, config.algorithm.num_stages
     if size % stages:
         allowed = "even" if stages == 2 else f"a multiple of num_stages = {stages}"
         return f"algorithm.group_size must be {allowed}, got {size}"
     if config.algorithm.advantage_baseline == "stage" and size == stages:
-        return f'algorithm.advantage_baseline = "stage" needs group_size >= 2 * num_stages = {2 * stages}, got {size}'
+        return (
+            f'algorithm.advantage_baseline = "stage" needs group_size >= 2 * num_stages = '
+            f"{2 * stages}, got {size}"
+        )
     prompts, mini = config.training.prompts_per_step, config.training.prompts_per_mini_batch
     if prompts % mini:
         return (
@@ -333,14 +371,16 @@ def check_run(config: RunConfig) -> str | None:
 
 
 def check_engine(config: RunConfig) -> str | None:
-    """vLLM raises temperatures under 0.01 without a word: the policy would be scored at another one."""
-    for key, value in (
-        ("algorithm", config.algorithm.temperature),
-        ("evaluation", config.evaluation.temperature),
-    ):
+    """Reject temperatures that vLLM changes silently: it raises those below 0.01."""
+    temperatures = {
+        "algorithm": config.algorithm.temperature,
+        "evaluation": config.evaluation.temperature,
+    }
+    for section, value in temperatures.items():
         if config.rollout.engine == "vllm" and value < 0.01:
             return (
-                f'{key}.temperature must be at least 0.01 with rollout.engine = "vllm", got {value}'
+                f'{section}.temperature must be at least 0.01 with rollout.engine = "vllm", '
+                f"got {value}"
             )
     return None
 
@@ -354,29 +394,43 @@ def check_task(task: TaskConfig) -> str | None:
 
 
 def check_template(template: str) -> str | None:
-    """Only {problem} is replaced, so braces of LaTeX may stand as they are."""
+    """Only {problem} is replaced, so other braces (LaTeX) are allowed."""
     if template in ("boxed", "chat") or "{problem}" in template:
         return None
     return f'task.template must be "boxed", "chat" or a text with {{problem}}, got {template!r}'
 
 
 def _check_countdown(task: CountdownConfig) -> str | None:
-    try:
-        fields = {
-            f"{name}{spec}{bent or ''}"
-            for _, name, spec, bent in Formatter().parse(task.template)
-            if name is not None
-        }
-    except ValueError:
-        fields = set()
-    if fields != {"numbers", "target"}:
-        return f"task.template must hold {{numbers}} and {{target}} and no other field, got {task.template!r}"
+    if _template_fields(task.template) != {"numbers", "target"}:
+        return (
+            "task.template must contain {numbers} and {target} and no other field, "
+            f"got {task.template!r}"
+        )
     low, high = task.min_target, task.max_target
     far_low, far_high = task.out_of_range_min_target, task.out_of_range_max_target
     if low > high:
         return f"task.min_target must be at most max_target = {high}, got {low}"
     if far_low > far_high:
-        return f"task.out_of_range_min_target must be at most out_of_range_max_target = {far_high}, got {far_low}"
+        return (
+            f"task.out_of_range_min_target must be at most out_of_range_max_target = {far_high}, "
+            f"got {far_low}"
+        )
     if far_low <= high and low <= far_high:
-        return f"task.out_of_range_min_target..max_target must not overlap {low}..{high}, got {far_low}..{far_high}"
+        return (
+            f"task.out_of_range_min_target..max_target must not overlap {low}..{high}, "
+            f"got {far_low}..{far_high}"
+        )
     return None
+
+
+def _template_fields(template: str) -> set[str]:
+    """Return the replacement fields of a format string; empty if it is not valid."""
+    try:
+        parts = list(Formatter().parse(template))
+    except ValueError:
+        return set()
+    return {
+        f"{name}{spec}{conversion or ''}"
+        for _, name, spec, conversion in parts
+        if name is not None
+    }

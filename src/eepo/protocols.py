@@ -1,4 +1,4 @@
-"""The three things a user may bring: an engine that samples, a reward that grades, a task that asks."""
+"""The interfaces that a user can implement: an engine, a reward, a task."""
 
 from __future__ import annotations
 
@@ -7,52 +7,58 @@ from typing import TYPE_CHECKING, Protocol
 
 from eepo.types import Completion, Prompt, Sampling, Verdict
 
-if TYPE_CHECKING:  # graders need none of it, and must start quickly
+if TYPE_CHECKING:  # graders import this module and must start without torch
     import torch
     from torch import Tensor
 
 
 class RolloutEngine(Protocol):
-    """Samples from its own copy of the weights. Sync is `load_weights(θ)`, unlearning is `load_weights(θ − η·grad)`."""
+    """Samples from its own copy of the weights.
+
+    Sync is `load_weights(θ)`. Unlearning is `load_weights(θ − η·grad)`.
+    """
 
     dtype: torch.dtype
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take every weight, by the policy's names. What was sampled before must not leak into what comes after."""
+        """Load all weights by the policy's names, and drop every cache of the old weights."""
         ...
 
     def weights(self) -> Mapping[str, Tensor] | None:
-        """Its copy, by the policy's names, to read; None where it cannot be read."""
+        """Return the engine's copy for reading, or None if the engine cannot give access."""
         ...
 
     def generate(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling
     ) -> list[list[Completion]]:
-        """`num_samples` completions for each prompt, in the order of `prompts`."""
+        """Sample `num_samples` completions per prompt, in the order of `prompts`."""
         ...
 
     def release_memory(self) -> None:
-        """Sampling is over for now: give back what training wants of the card. The next `generate` takes it again."""
+        """Free GPU memory for training. The next `generate` allocates it again."""
         ...
 
 
 class Reward(Protocol):
-    """Grades completions. What a model wrote is hostile input: never evaluate it, bound time and memory."""
+    """Grades completions.
+
+    Model output is hostile input: never execute it, and bound the time and memory of grading.
+    """
 
     def grade(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Verdict]:
-        """One verdict per (prompt, completion text) pair, in order."""
+        """Return one verdict per (prompt, completion text) pair, in order."""
         ...
 
 
 class Task(Protocol):
-    """Problems. Training prompts are a pure function of their position, so a run resumes from one number."""
+    """Provides problems. Training prompts depend only on their position, so a run can resume."""
 
     def training_prompts(self, first: int, count: int) -> list[Prompt]: ...
 
     def evaluation_sets(self) -> dict[str, list[Prompt]]:
-        """Named sets, disjoint from training."""
+        """Return named sets that are disjoint from the training prompts."""
         ...
 
     def demonstrations(self, first: int, count: int) -> list[tuple[Prompt, str]]:
-        """Prompts with a completion that earns the reward, for a supervised warm start."""
+        """Return prompts with a rewarded completion, for a supervised warm start."""
         ...

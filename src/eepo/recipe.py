@@ -1,4 +1,7 @@
-"""A recipe: a TOML file read strictly into a config. Every mistake is one line: the key, the value, what is allowed."""
+"""Reads recipes: TOML files that are parsed strictly into a config.
+
+Every mistake is a one-line error with the key, its value and what is allowed.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,13 @@ from eepo.config import RunConfig, WarmupConfig, check_run, check_task
 from eepo.types import UserError
 
 HUGE = 2**63
+# Old names of knobs, for the "did you mean" hint where the new name looks different.
+RENAMED = {"algorithm.later_advantages": "algorithm.stage2_negative_advantages"}
 Config = TypeVar("Config", bound=RunConfig | WarmupConfig)
 
 
 def load_run(recipe: str | Path, overrides: typing.Sequence[str] = ()) -> RunConfig:
-    """The training recipe at `recipe`: a file, or a shipped name such as `countdown/eepo`."""
+    """Load a training recipe: a file, or a shipped recipe by name such as `countdown/eepo`."""
     return load(RunConfig, recipe, overrides)
 
 
@@ -42,7 +47,10 @@ def parse(
     source: str,
     given: typing.Collection[str] = frozenset(),
 ) -> Config:
-    """`tables` as a `kind`; raises `UserError` naming the first key that is wrong. `given`: knobs that --set set."""
+    """Convert `tables` to a `kind`, or raise a `UserError` for the first wrong key.
+
+    `given` are the knobs that --set has set.
+    """
     config = _read(kind, tables, Source(source, _knobs(kind), given), prefix="")
     broken = check_run(config) if isinstance(config, RunConfig) else check_task(config.task)
     if broken is not None:
@@ -51,12 +59,15 @@ def parse(
 
 
 def read_section(kind: type[Any], table: dict[str, Any], source: str, prefix: str) -> Any:
-    """One section alone as a `kind`, for hosts that bring their own file format; `prefix` is how they name it."""
+    """Convert one section, for hosts with their own file format. `prefix` is their name for it."""
     return _read(kind, table, Source(source, [f"{prefix}{knob}" for knob in _knobs(kind)]), prefix)
 
 
 def dump(config: Any) -> str:
-    """The config as TOML that reads back to the same config. (JSON and TOML agree on the values we have.)"""
+    """Return the config as TOML that reads back to the same config.
+
+    JSON and TOML write the values of our knobs in the same way.
+    """
     tables = dataclasses.asdict(config)
     lines = [
         f"{key} = {_toml(value)}" for key, value in tables.items() if not isinstance(value, dict)
@@ -67,10 +78,10 @@ def dump(config: Any) -> str:
     return "\n".join(lines) + "\n"
 
 
-def find(recipe: str | Path, beside: typing.Sequence[str] = ()) -> Path:
-    """A recipe's file: the path as given, else one of the shipped recipes by name.
+def find(recipe: str | Path, siblings: typing.Sequence[str] = ()) -> Path:
+    """Return the file of a recipe: a path, or a shipped recipe by name.
 
-    `beside`: names that it may have meant before all others.
+    `siblings` are names to suggest first if there is no such recipe.
     """
     path = Path(recipe)
     if path.is_file():
@@ -82,14 +93,14 @@ def find(recipe: str | Path, beside: typing.Sequence[str] = ()) -> Path:
     names = sorted(
         str(p.relative_to(f).with_suffix("")) for f in recipe_folders() for p in f.rglob("*.toml")
     )
-    guess = _guess(_closest(str(recipe), beside, "/") or _closest(str(recipe), names, "/"))
+    guess = _guess(_closest(str(recipe), siblings, "/") or _closest(str(recipe), names, "/"))
     raise UserError(
         f"{recipe}: no such recipe; {guess}give a TOML file or one of: {', '.join(names)}"
     )
 
 
 def recipe_folders() -> list[Path]:
-    """Inside an installed package, or beside `src/` in a clone."""
+    """Return the folders of shipped recipes: in the installed package, or in a clone."""
     package = Path(__file__).parent
     return [
         folder
@@ -99,22 +110,24 @@ def recipe_folders() -> list[Path]:
 
 
 def _tables(recipe: str | Path) -> dict[str, Any]:
-    """`a/model+method` is the method's file, from the same folder if it is there, laid over the model's."""
+    """Read a recipe. In `a/model+method`, the method's file overrides the model's.
+
+    The method is looked for in the model's folder first.
+    """
     first, *others = str(recipe).split("+") if not Path(recipe).is_file() else [str(recipe)]
     path = find(first)
     tables = read_toml(path)
     for other in others:
-        beside = path.parent / f"{other}.toml"
+        sibling = path.parent / f"{other}.toml"
         stems = sorted(file.stem for file in path.parent.glob("*.toml"))
-        tables = _merged(tables, read_toml(beside if beside.is_file() else find(other, stems)))
+        tables = _merged(tables, read_toml(sibling if sibling.is_file() else find(other, stems)))
     return tables
 
 
 def _check_kind(kind: type[Config], tables: dict[str, Any], source: str) -> None:
-    """The other kind of recipe is known by sections that only it has."""
-    runs, warmups = (
-        {field.name for field in dataclasses.fields(one)} for one in (RunConfig, WarmupConfig)
-    )
+    """Raise an error if the recipe has sections that only the other kind of recipe has."""
+    runs = {field.name for field in dataclasses.fields(RunConfig)}
+    warmups = {field.name for field in dataclasses.fields(WarmupConfig)}
     sections = {key for key, value in tables.items() if isinstance(value, dict)}
     for_run, for_warmup = sections & (runs - warmups), sections & (warmups - runs)
     if kind is RunConfig and for_warmup and not for_run:
@@ -123,12 +136,13 @@ def _check_kind(kind: type[Config], tables: dict[str, Any], source: str) -> None
         )
     if kind is WarmupConfig and for_run and not for_warmup:
         raise UserError(
-            f"{source} is a run's recipe, not a warm start's: eepo train {shlex.quote(source)} --out DIR"
+            f"{source} is a training recipe, not a warm-start recipe: "
+            f"eepo train {shlex.quote(source)} --out DIR"
         )
 
 
 def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The file's tables, laid over those of the recipe that its `extends` names (a path beside it)."""
+    """Read a file. It overrides the recipe that its `extends` names (a path relative to it)."""
     if path.resolve() in seen:
         raise UserError(f"{path}: extends itself through {' -> '.join(p.name for p in seen)}")
     try:
@@ -139,7 +153,7 @@ def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     if base is None:
         return tables
     if not isinstance(base, str) or not (path.parent / base).is_file():
-        raise UserError(f"{path}: extends = {_toml(base)}, but there is no such file beside it")
+        raise UserError(f"{path}: extends = {_toml(base)}, but there is no such file next to it")
     return _merged(read_toml(path.parent / base, (*seen, path.resolve())), tables)
 
 
@@ -152,7 +166,7 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def _override(tables: dict[str, Any], override: str, kind: Any) -> str:
-    """Apply one `a.b=value`; returns `a.b`. The value is TOML if it reads as TOML, else a bare string."""
+    """Apply one `a.b=value` and return `a.b`. A value that is not valid TOML is a string."""
     key, equals, text = override.partition("=")
     *parents, name = key.strip().split(".")
     if not equals or not all([*parents, name]):
@@ -169,14 +183,14 @@ def _override(tables: dict[str, Any], override: str, kind: Any) -> str:
     knob, known = key.strip(), _knobs(kind)
     if knob not in known:
         section = f"{parents[0]}." if parents and parents[0] in known else ""
-        allowed = [one.removeprefix(section) for one in known if one.startswith(section)]
-        raise _unknown("--set", knob, value, [one for one in allowed if "." not in one], known)
+        allowed = [name.removeprefix(section) for name in known if name.startswith(section)]
+        raise _unknown("--set", knob, value, [name for name in allowed if "." not in name], known)
     return knob
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where values come from, for error lines: a recipe, except for knobs that were given with --set."""
+    """Where a value comes from, for error messages: a recipe, or --set."""
 
     recipe: str
     known: typing.Sequence[str]  # every knob of every section
@@ -187,7 +201,7 @@ class Source:
 
 
 def _knobs(kind: Any) -> list[str]:
-    """All that may be set: sections, and knobs as `section.knob`."""
+    """Return all keys of a config: sections, and knobs as `section.knob`."""
     names: list[str] = []
     for key, hint in typing.get_type_hints(kind).items():
         names += [
@@ -204,14 +218,19 @@ def _knobs(kind: Any) -> list[str]:
 def _unknown(
     source: str, knob: str, value: Any, allowed: typing.Iterable[str], known: typing.Sequence[str]
 ) -> UserError:
-    guess = _guess(_closest(knob, [one for one in known if one != knob], "."))
+    others = [name for name in known if name != knob]
+    renamed = RENAMED.get(knob)
+    guess = _guess([renamed] if renamed in known else _closest(knob, others, "."))
     return UserError(
         f"{source}: unknown key {knob} = {_short(value)}; {guess}allowed: {', '.join(allowed)}"
     )
 
 
 def _closest(word: str, names: typing.Sequence[str], separator: str) -> list[str]:
-    """What was meant: names that end alike, for the part before may be missing; fewer where the whole is alike."""
+    """Return the names whose last part is closest to `word`: the first part may be missing.
+
+    If a whole name is close, return only that one.
+    """
 
     def last(name: str) -> str:
         return name.rpartition(separator)[2]
@@ -247,7 +266,7 @@ def _read(kind: Any, tables: dict[str, Any], source: Source, prefix: str) -> Any
 
 
 def _sections(hint: Any) -> list[Any]:
-    """The dataclasses that a section may be: one, or several told apart by their `name`."""
+    """Return the dataclasses of a section: one, or several that `name` selects from."""
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     return list(options) if all(dataclasses.is_dataclass(option) for option in options) else []
 
@@ -263,7 +282,7 @@ def _chosen(kinds: list[Any], table: dict[str, Any], where: str) -> Any:
 
 
 def _value(hint: Any, value: Any, bounds: typing.Mapping[str, Any], where: str) -> Any:
-    """`value` if `hint` and `bounds` allow it; an int is accepted where a float is expected, nothing else is bent."""
+    """Return `value` if its type and bounds are allowed. Only int -> float is converted."""
     options = (
         typing.get_args(hint)
         if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
@@ -287,7 +306,7 @@ def _value(hint: Any, value: Any, bounds: typing.Mapping[str, Any], where: str) 
 
 
 def _within(value: float, bounds: typing.Mapping[str, Any]) -> bool:
-    """Neither nan nor infinite, nor a whole number that torch could not take."""
+    """Check the bounds. NaN, infinity and integers beyond 64 bits are never allowed."""
     above, least, most = (bounds.get(name) for name in ("above", "least", "most"))
     fits = (
         (above is None or value > above)

@@ -1,4 +1,4 @@
-"""The nouns. Everything above speaks in these; none of them knows a model, a file or a recipe."""
+"""The data types that all modules share. None of them knows a model, a file or a recipe."""
 
 from __future__ import annotations
 
@@ -9,98 +9,95 @@ from typing import Any
 
 
 class UserError(Exception):
-    """Something the user can mend: shown as one line, without a traceback. What he typed cannot break that line."""
+    """An error that the user can fix. The CLI shows it as one line, without a traceback.
+
+    Characters that cannot be printed are escaped, so user input cannot break the line.
+    """
 
     def __init__(self, line: str) -> None:
-        super().__init__(
-            "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
-        )
+        super().__init__("".join(_escaped(character) for character in line))
+
+
+def _escaped(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape").decode()
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One problem as the model sees it. `id` owns the random numbers of its completions, so it must be unique."""
+    """One problem as the model sees it.
+
+    `id` must be unique: the random numbers of the prompt's completions are derived from it.
+    """
 
     id: str
     text: str
     token_ids: tuple[int, ...]
-    answer: Any = None  # ground truth, whatever the task's reward needs
+    answer: Any = None  # ground truth, in the form that the task's reward needs
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled continuation. `token_ids` ends with the end-of-sequence token when `finished`."""
+    """One sampled continuation. `token_ids` ends with the end-of-sequence token if `finished`."""
 
     token_ids: tuple[int, ...]
-    logprobs: tuple[
-        float, ...
-    ]  # of the sampled tokens, under the weights that sampled, at the sampling temperature
+    logprobs: tuple[float, ...]  # under the weights that sampled, at the sampling temperature
     text: str
-    finished: bool  # False: cut off at the length limit
-    entropies: tuple[
-        float, ...
-    ] = ()  # of the full next-token distributions; empty if the engine cannot tell
+    finished: bool  # False: truncated at the length limit
+    entropies: tuple[float, ...] = ()  # per token; empty if the engine does not report them
 
     def entropy_sum(self) -> float:
-        """Of its tokens; without `entropies`, an unbiased estimate from the sampled tokens."""
+        """Sum the token entropies. Without `entropies`, estimate the sum from the logprobs."""
         return sum(self.entropies) if self.entropies else -sum(self.logprobs)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a grader says of one completion."""
+    """A grader's decision on one completion."""
 
     reward: float
-    answer: (
-        str | None
-    )  # the answer it gives, in a form that is equal for equal answers; None: no answer was found
-    reason: str = ""  # in a few words: what matched, or why not
+    answer: str | None  # the extracted answer, equal for equal answers; None: no answer found
+    reason: str = ""  # a few words: what matched, or why it did not
 
     @property
     def correct(self) -> bool:
-        """Fully: a grader may pay a little for a wrong answer, and accuracy must not count that."""
+        """True for full reward. A partial reward does not count as accuracy."""
         return self.reward >= 1
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample. A row's draws depend on (seed, stream, prompt id, sample index, position) and nothing else."""
+    """How to sample.
+
+    The random numbers of a completion depend only on (seed, stream, prompt id, sample index,
+    token position), not on batching.
+    """
 
     temperature: float  # 0 is greedy
     max_new_tokens: int
     seed: int = 0
-    stream: str = (
-        ""  # what this sampling is for, e.g. "train/17": keeps draws of different steps apart
-    )
-    first_sample: int = (
-        0  # index of the first sample of each prompt: stage 2 goes on where stage 1 ended
-    )
+    stream: str = ""  # purpose, e.g. "train/17": other streams have other random numbers
+    first_sample: int = 0  # sample index of the first completion; stage 2 continues after stage 1
 
 
 @dataclass
 class Rollout:
-    """What one step sampled: for each of Q prompts its group of G completions, stage after stage."""
+    """The completions of one step: Q groups of G completions, in the order of the stages."""
 
     prompts: list[Prompt]  # [Q]
     groups: list[list[Completion]] = field(default_factory=list)  # [Q][G]
     rewards: list[list[float]] = field(default_factory=list)  # [Q][G]
-    verdicts: list[list[Verdict]] = field(default_factory=list)  # [Q][G], the rewards' reasons
-    stages: list[int] = field(
-        default_factory=list
-    )  # [G], from 1: which stage each place of a group comes from
+    verdicts: list[list[Verdict]] = field(default_factory=list)  # [Q][G]
+    stages: list[int] = field(default_factory=list)  # [G], from 1: the stage of each column
     advantages: list[list[float]] = field(default_factory=list)  # [Q][G]
-    forgotten: dict[tuple[int, int], float] = field(
-        default_factory=dict
-    )  # (q, g): log-probability under θ′, of some
-
-    grading: list[Future[list[Verdict]]] = field(
-        default_factory=list
-    )  # of stages that have no rewards yet
+    # (q, g) -> log-probability under θ′, for the completions that the probe has measured
+    logprobs_after: dict[tuple[int, int], float] = field(default_factory=dict)
+    # verdicts of stages whose grading still runs
+    pending: list[Future[list[Verdict]]] = field(default_factory=list)
 
     def add_stage(
         self, stage: int, groups: list[list[Completion]], verdicts: Future[list[Verdict]]
     ) -> None:
-        """Append n completions to every group; the flat `verdicts`, [Q · n], may come later."""
+        """Append n completions to every group. The flat `verdicts` [Q · n] may arrive later."""
         for row, group in enumerate(groups):
             if stage == 1:
                 self.groups.append([])
@@ -108,47 +105,42 @@ class Rollout:
                 self.verdicts.append([])
             self.groups[row] += group
         self.stages += [stage] * len(groups[0])
-        self.grading.append(verdicts)
+        self.pending.append(verdicts)
 
-    def settle(self) -> None:
-        """Wait for verdicts that are still to come."""
-        while self.grading:
-            flat = self.grading.pop(0).result()
+    def wait_for_rewards(self) -> None:
+        """Wait until all completions are graded, and fill in `rewards` and `verdicts`."""
+        while self.pending:
+            flat = self.pending.pop(0).result()
             num_samples = len(flat) // len(self.prompts)
             for row in range(len(self.prompts)):
                 graded = flat[row * num_samples : (row + 1) * num_samples]
                 self.rewards[row] += [verdict.reward for verdict in graded]
                 self.verdicts[row] += graded
 
-    def mean_logprobs(
-        self,
-    ) -> list[list[float]]:  # [Q][G], a token: a long completion is not rare for being long
-        return [
-            [sum(one.logprobs) / max(1, len(one.logprobs)) for one in group]
-            for group in self.groups
-        ]
+    def record_logprobs_after(self, logprobs: Mapping[int, float]) -> None:
+        """Keep log-probabilities under θ′, given by index in `pairs` of all groups so far."""
+        group_size = len(self.stages)
+        self.logprobs_after |= {divmod(i, group_size): value for i, value in logprobs.items()}
 
-    def record_forgetting(self, logprobs_after: Mapping[int, float]) -> None:
-        """`logprobs_after`: under θ′, by place in all `pairs` so far."""
-        self.forgotten |= {
-            divmod(place, len(self.stages)): value for place, value in logprobs_after.items()
-        }
+    def completions(self) -> list[Completion]:
+        """Return all completions, group by group."""
+        return [completion for group in self.groups for completion in group]
 
     def pairs(self, rows: Iterable[int]) -> list[tuple[Prompt, Completion]]:
-        """Every completion of the prompts in `rows`, beside its prompt, group by group."""
+        """Return (prompt, completion) for all completions of the prompts in `rows`."""
         return [(self.prompts[row], completion) for row in rows for completion in self.groups[row]]
 
     def of_stage(self, stage: int) -> list[tuple[Completion, float]]:
-        """Completions of one stage with their rewards, once these are there."""
-        self.settle()
+        """Return the completions of one stage with their rewards. Wait for these if needed."""
+        self.wait_for_rewards()
         return [
             (completion, reward)
             for group, rewards in zip(self.groups, self.rewards, strict=True)
-            for completion, reward, own in zip(group, rewards, self.stages, strict=True)
-            if own == stage
+            for completion, reward, at in zip(group, rewards, self.stages, strict=True)
+            if at == stage
         ]
 
 
 def mean_entropy(completions: Sequence[Completion]) -> float:
-    """Over all their tokens."""
+    """Average the entropy over all tokens."""
     return sum(c.entropy_sum() for c in completions) / sum(len(c.token_ids) for c in completions)

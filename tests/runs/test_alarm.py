@@ -16,7 +16,7 @@ from eepo import recipe
 from eepo.assemble import build_trainer
 from eepo.config import AlarmConfig, RunConfig
 from eepo.runs import checkpoint
-from eepo.runs.alarm import ADVICE, SAID, Guard, alarms, standing
+from eepo.runs.alarm import ADVICE, MESSAGES, AlarmMonitor, alarms, active_alarms
 from eepo.runs.jsonl import read_records
 from eepo.runs.progress import Progress
 from eepo.runs.runlog import ALARMS, METRICS, RunLog
@@ -115,13 +115,13 @@ def test_rows_without_the_metrics_raise_none() -> None:
 
 def test_every_bound_has_words_and_advice() -> None:
     bounds = {field.name for field in dataclasses.fields(AlarmConfig)} - {"action", "patience"}
-    assert set(SAID) == set(ADVICE) == bounds
+    assert set(MESSAGES) == set(ADVICE) == bounds
 
 
 # --- the guard --------------------------------------------------------------------------------------------------------
 
 
-def feed(guard: Guard, rows: list[dict[str, Any]]) -> list[tuple[int, str, str, str]]:
+def feed(guard: AlarmMonitor, rows: list[dict[str, Any]]) -> list[tuple[int, str, str, str]]:
     return [
         (event.step, event.state, event.alarm.name, event.action)
         for row in rows
@@ -131,7 +131,7 @@ def feed(guard: Guard, rows: list[dict[str, Any]]) -> list[tuple[int, str, str, 
 
 def test_it_speaks_once_when_an_alarm_starts_and_once_when_it_ends(tmp_path: Path) -> None:
     rows = [*steps(6, stage2__reward=0.0), *steps(4, 7), *steps(3, 11, stage2__reward=0.0)]
-    assert feed(Guard(PATIENCE_3, tmp_path), rows) == [
+    assert feed(AlarmMonitor(PATIENCE_3, tmp_path), rows) == [
         (3, "on", "dead_stage_above", "warn"),
         (7, "off", "dead_stage_above", "warn"),
         (13, "on", "dead_stage_above", "warn"),
@@ -141,7 +141,7 @@ def test_it_speaks_once_when_an_alarm_starts_and_once_when_it_ends(tmp_path: Pat
 def test_halving_is_tried_again_when_patience_runs_out_again(tmp_path: Path) -> None:
     config = dataclasses.replace(PATIENCE_3, action="halve_unlearn_lr")
     rows = [*steps(9, stage2__reward=0.0), *steps(1, 10)]
-    said = feed(Guard(config, tmp_path), rows)
+    said = feed(AlarmMonitor(config, tmp_path), rows)
     assert [(step, state) for step, state, _, _ in said] == [
         (3, "on"),
         (6, "still"),
@@ -153,7 +153,7 @@ def test_halving_is_tried_again_when_patience_runs_out_again(tmp_path: Path) -> 
 
 def test_halving_never_answers_a_collapse(tmp_path: Path) -> None:
     config = dataclasses.replace(PATIENCE_3, action="halve_unlearn_lr")
-    assert feed(Guard(config, tmp_path), steps(9, stage1__entropy=0.001)) == [
+    assert feed(AlarmMonitor(config, tmp_path), steps(9, stage1__entropy=0.001)) == [
         (3, "on", "entropy_below", "warn")
     ]
 
@@ -168,25 +168,25 @@ def test_a_guard_that_begins_in_the_middle_says_what_one_from_the_start_says(
         *steps(2, 9, stage1__entropy=0.001),
         *steps(5, 11, stage1__entropy=0.0),
     ]
-    whole = feed(Guard(config, tmp_path), rows)
+    whole = feed(AlarmMonitor(config, tmp_path), rows)
     assert len(whole) >= 3
     for cut in range(len(rows) + 1):
         log = RunLog(tmp_path / str(cut))
-        before = Guard(config, log.folder)
+        before = AlarmMonitor(config, log.folder)
         said = []
         for row in rows[:cut]:
             log.append(METRICS, row)
             events = before.events(row)
             log.append(ALARMS, *(event.row() for event in events))
             said += [(event.step, event.state, event.alarm.name, event.action) for event in events]
-        assert said + feed(Guard(config, log.folder), rows[cut:]) == whole
+        assert said + feed(AlarmMonitor(config, log.folder), rows[cut:]) == whole
 
 
 def test_a_bound_changed_on_resume_is_judged_anew(tmp_path: Path) -> None:
     log = RunLog(tmp_path)
     log.append(METRICS, *steps(5, stage1__entropy=0.3))
     tighter = dataclasses.replace(PATIENCE_3, entropy_below=0.4)
-    assert feed(Guard(tighter, tmp_path), steps(1, 6, stage1__entropy=0.3)) == [
+    assert feed(AlarmMonitor(tighter, tmp_path), steps(1, 6, stage1__entropy=0.3)) == [
         (6, "on", "entropy_below", "warn")
     ]
 
@@ -196,7 +196,7 @@ def test_standing_alarms_are_those_last_said_to_be_on() -> None:
         {"step": 3, "alarm": "a", "state": "on"}, {"step": 4, "alarm": "b", "state": "on"},
         {"step": 6, "alarm": "a", "state": "still"}, {"step": 7, "alarm": "b", "state": "off"},
     ]  # fmt: skip
-    assert standing(rows) == {"a": rows[2]}
+    assert active_alarms(rows) == {"a": rows[2]}
 
 
 # --- in a run ---------------------------------------------------------------------------------------------------------

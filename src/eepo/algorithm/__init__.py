@@ -1,28 +1,39 @@
-"""EEPO and GRPO: the algorithm and the pure functions it is made of."""
+"""EEPO and GRPO: the algorithm (`EEPO`) and the pure functions that it is made of."""
 
-from eepo.algorithm.eepo import (
-    EEPO,
+from eepo.algorithm.advantages import advantage_weights, group_advantages, rollout_advantages
+from eepo.algorithm.eepo import EEPO
+from eepo.algorithm.gates import StepGate, completions_to_unlearn, token_gate, unlearn_gate
+from eepo.algorithm.losses import (
     complementary_loss,
     completion_mean,
-    group_advantages,
+    grpo_loss,
+    k3,
     kl_penalty,
     policy_loss,
-    to_unlearn,
-    token_gate,
     token_mean,
-    unlearn_gate,
     unlearn_loss,
-    unlearned_weights,
 )
+from eepo.algorithm.lr_search import SearchResult, lr_above_floor, lr_for_kl
+from eepo.algorithm.metrics import StepMetrics
+from eepo.algorithm.unlearning import unlearned_weights
 
 __all__ = [
     "EEPO",
+    "SearchResult",
+    "StepGate",
+    "StepMetrics",
+    "advantage_weights",
     "complementary_loss",
     "completion_mean",
+    "completions_to_unlearn",
     "group_advantages",
+    "grpo_loss",
+    "k3",
     "kl_penalty",
+    "lr_above_floor",
+    "lr_for_kl",
     "policy_loss",
-    "to_unlearn",
+    "rollout_advantages",
     "token_gate",
     "token_mean",
     "unlearn_gate",

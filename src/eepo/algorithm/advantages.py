@@ -1,6 +1,8 @@
-"""What a completion's advantage weighs beside others': beyond the paper, and nothing with the default knobs."""
+"""Advantages of a step's completions: the paper's, and weights beyond the paper."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -8,27 +10,42 @@ from torch import Tensor
 from eepo.config import AlgorithmConfig
 
 
+def rollout_advantages(
+    rewards: Sequence[Sequence[float]],  # [Q][G]
+    stages: Sequence[int],  # [G], from 1
+    options: AlgorithmConfig,
+) -> list[list[float]]:  # [Q][G]
+    """Normalise the rewards of each group (or of each stage of it) and apply the weights."""
+    parts = options.num_stages if options.advantage_baseline == "stage" else 1
+    chunks = torch.tensor(rewards).chunk(parts, 1)
+    advantages = torch.cat([group_advantages(chunk) for chunk in chunks], 1)
+    weights = advantage_weights(advantages, torch.tensor(stages), options)
+    return (advantages * weights).tolist()
+
+
+def group_advantages(rewards: Tensor) -> Tensor:  # [Q, G] -> [Q, G]
+    """Return (r − mean) / (std + 1e-6) within each group; equal rewards give exactly 0.
+
+    The standard deviation is the sample one (division by G − 1).
+    """
+    centred = rewards - rewards.mean(1, keepdim=True)
+    advantages = centred / (rewards.std(1, keepdim=True, correction=1) + 1e-6)
+    equal = (rewards == rewards[:, :1]).all(1, keepdim=True)  # the mean may be rounded
+    return torch.where(equal, 0.0, advantages)
+
+
 def advantage_weights(
-    advantages: Tensor,  # [..., n] of one prompt and stage
-    logprobs: Tensor,  # [..., n] means over each completion's tokens, under the weights that sampled it
-    stages: Tensor,  # broadcasts to them; the first is 1
+    advantages: Tensor,  # [..., n]
+    stages: Tensor,  # broadcasts to advantages; the first stage is 1
     options: AlgorithmConfig,
 ) -> Tensor:  # [..., n]
-    """Likelihoods under θ and under θ′ are not compared: hence stage by stage."""
-    good = advantages > 0
-    spared = (options.later_advantages == "positive") & (
-        stages > 1
-    )  # sampled to be unlike: not punished for failing
-    failing = torch.where(spared, 0.0, options.failure_weight)
-    return torch.where(good, rarity_weights(logprobs, good, options.rare_weight), failing)
+    """Return the factor of each advantage: 1 everywhere with the default knobs.
 
-
-def rarity_weights(
-    logprobs: Tensor, good: Tensor, strength: float
-) -> Tensor:  # [..., n], bool [..., n] -> [..., n]
-    """Of what did well, the least likely weighs 1 + strength, the likeliest 1 − strength, in even steps."""
-    count = good.sum(-1, keepdim=True)
-    ranks = torch.where(good, logprobs, torch.inf).argsort(-1).argsort(-1)  # 0: the least likely
-    return torch.where(
-        good & (count > 1), 1 + strength * (1 - 2 * ranks / (count - 1).clamp(min=1)), 1.0
+    `failure_weight` multiplies negative advantages. Without `stage2_negative_advantages`, those of
+    stage 2 and later are 0.
+    """
+    later = stages > 1
+    failure = torch.where(
+        later & (not options.stage2_negative_advantages), 0.0, options.failure_weight
     )
+    return torch.where(advantages > 0, 1.0, failure)

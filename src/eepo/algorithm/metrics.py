@@ -1,205 +1,228 @@
-"""What one step tells of itself: a flat dictionary, filled as the step goes. Names are `docs/metrics.md`."""
+"""Collects the metrics of one training step, one object per phase. docs/metrics.md lists them."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
 
+from eepo.algorithm.losses import k3
 from eepo.algorithm.probe import Effect
+from eepo.config import AlgorithmConfig
 from eepo.model.batching import MicroBatch
 from eepo.model.policy import Scores
-from eepo.types import Completion, Rollout, mean_entropy
+from eepo.types import Rollout, mean_entropy
 
 
 class StepMetrics:
-    """Collects; `result()` gives the row for the run log. But for times and memory, everything is repeatable."""
+    """Metrics of one step. All values but times and memory are repeatable."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self.values: dict[str, float] = {}
-        self._device = device  # whose work a phase waits for, if it is a GPU
-        self.seconds: dict[str, float] = defaultdict(float)
-        self._marks: list[tuple[str, list[torch.cuda.Event]]] = []
+        self.timer = PhaseTimer(device)
+        self.unlearning = UnlearningMetrics()
+        self.update = UpdateMetrics()
+        self._device = device
+        self._rollout: dict[str, float] = {}
+        self._num_tokens = 0
         if device is not None and device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        self._started = time.perf_counter()
-        self._num_tokens = 0
-        self._gated: Tensor | float = (
-            0.0  # sums stay on the device until `result`: reading one would wait for it
-        )
-        self._gateable = 0
-        self._changed: Tensor | int = 0  # weights of θ′, at its last load
-        self._changeable = 0
-        self._grad_norms: list[float] = []
-        self._stages: dict[int, _Ratios] = defaultdict(_Ratios)
-        self._mismatch: Tensor | float = 0.0
-        self._mismatch_tokens: Tensor | int = 0
-        self._policy_entropy: Tensor | float = 0.0
-        self._policy_tokens = 0
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Adds the time inside to `seconds/name`. On a GPU its own clock tells, so that nobody has to wait for it."""
-        if self._device is not None and self._device.type == "cuda":
-            marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            self._marks.append((name, marks))
-            marks[0].record()
-            yield
-            marks[1].record()
-        else:
-            started = time.perf_counter()
-            yield
-            self.seconds[name] += time.perf_counter() - started
-
-    def _read_clock(self) -> None:
-        for name, (begin, end) in self._marks:
-            end.synchronize()
-            self.seconds[name] += begin.elapsed_time(end) / 1000
-        self._marks.clear()
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Time a phase of the step; the row has it as `seconds/name`."""
+        return self.timer.phase(name)
 
     def record_rollout(self, rollout: Rollout) -> None:
-        for stage in sorted(set(rollout.stages)):
-            completions, rewards = zip(*rollout.of_stage(stage), strict=True)
-            self.values |= {
-                f"stage{stage}/reward": sum(rewards) / len(rewards),
-                f"stage{stage}/entropy": mean_entropy(completions),
-                f"stage{stage}/length": sum(len(c.token_ids) for c in completions)
-                / len(completions),
-                f"stage{stage}/truncated_share": sum(not c.finished for c in completions)
-                / len(completions),
-            }
-        everything = [completion for group in rollout.groups for completion in group]
-        all_rewards = [reward for group in rollout.rewards for reward in group]
-        self._num_tokens = sum(len(completion.token_ids) for completion in everything)
-        self.values |= {
-            "reward": sum(all_rewards) / len(everything),
-            "entropy": mean_entropy(everything),
-            "length": self._num_tokens / len(everything),
-            "truncated_share": sum(not completion.finished for completion in everything)
-            / len(everything),
-            "no_answer_share": _share_without_answer(rollout),
-            "zero_advantage_share": sum(not any(group) for group in rollout.advantages)
-            / len(rollout.advantages),
-            **_second_chances(rollout.rewards),
-        }
-
-    def record_gate(self, gate: Tensor) -> None:
-        self._gated = self._gated + gate.sum()
-
-    def record_gateable(self, completions: Iterable[Completion]) -> None:
-        """All that a gate might have chosen from."""
-        self._gateable += sum(len(completion.token_ids) for completion in completions)
-
-    def record_unlearning(self, lr: float, effect: Effect) -> None:
-        self.values |= {
-            "unlearn/lr": lr,
-            "unlearn/loss_before": effect.loss_before,
-            "unlearn/loss_after": effect.loss_after,
-            "unlearn/kl": effect.kl,
-        }
-
-    def counting_changes(
-        self, weights: Iterable[tuple[str, Tensor]], before: Iterable[tuple[str, Tensor]]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Pass θ′ through, and note which share of it differs from θ after rounding to the engine's type."""
-        self._changed, self._changeable = 0, 0
-        for (name, new), (_, old) in zip(weights, before, strict=True):
-            self._changed = self._changed + (new != old.to(new.dtype)).sum()
-            self._changeable += new.numel()
-            yield name, new
-
-    @torch.no_grad()
-    def record_update(
-        self,
-        batch: MicroBatch,
-        scores: Scores,
-        sampled: Tensor,
-        advantages: Tensor,
-        stages: list[int],
-        clip: tuple[float, float],
-    ) -> None:
-        gap = torch.where(batch.mask, scores.logprobs - sampled, 0.0)
-        ratio = gap.exp()
-        up, down = advantages[:, None] > 0, advantages[:, None] < 0
-        clipped = ((ratio > 1 + clip[1]) & up) | ((ratio < 1 - clip[0]) & down)
-        own = batch.pick([float(stage) for stage in stages])
-        for stage in sorted(set(stages)):
-            self._stages[stage].add(ratio, clipped, batch.mask & (own == stage)[:, None])
-        if (
-            not self._grad_norms
-        ):  # before the step's first update θ is what stage 1 was sampled from
-            first = batch.mask & (own == 1)[:, None]
-            off = torch.where(first, gap, 0.0).double()
-            self._mismatch = self._mismatch + (off.exp() - 1 - off).sum()  # k3
-            self._mismatch_tokens = self._mismatch_tokens + first.sum()
-        self._policy_entropy = (
-            self._policy_entropy + scores.entropies.double().sum()
-        )  # zero on padding
-        self._policy_tokens += len(batch.targets)
-
-    def record_grad_norm(self, norm: float) -> None:
-        self._grad_norms.append(norm)
+        self._rollout = rollout_metrics(rollout)
+        self._num_tokens = sum(len(c.token_ids) for group in rollout.groups for c in group)
 
     def result(self) -> dict[str, float]:
-        self._read_clock()
-        total = time.perf_counter() - self._started
-        row = dict(self.values)
-        row["gate_share"] = float(self._gated) / self._gateable if self._gateable else 0.0
-        if self._changeable:
-            row["unlearn/weights_changed_share"] = int(self._changed) / self._changeable
-        row["mismatch_kl"] = float(self._mismatch) / max(int(self._mismatch_tokens), 1)
-        row["policy_entropy"] = float(self._policy_entropy) / max(self._policy_tokens, 1)
-        row["grad_norm"] = sum(self._grad_norms) / max(len(self._grad_norms), 1)
-        for stage, ratios in sorted(self._stages.items()):
-            row |= {f"stage{stage}/{name}": value for name, value in ratios.summary().items()}
-        row |= {f"seconds/{name}": seconds for name, seconds in self.seconds.items()}
-        row["seconds/total"] = total
-        row["tokens_per_second"] = self._num_tokens / total
+        """Return the step's row for `metrics.jsonl`."""
+        seconds = self.timer.seconds()
+        row = self._rollout | self.unlearning.result() | self.update.result()
+        row |= {f"seconds/{name}": value for name, value in seconds.items()}
+        row["tokens_per_second"] = self._num_tokens / seconds["total"]
         if self._device is not None and self._device.type == "cuda":
             row["memory/peak"] = torch.cuda.max_memory_allocated(self._device) / 1e9
             row["memory/held"] = torch.cuda.max_memory_reserved(self._device) / 1e9
         return row
 
 
-def _share_without_answer(rollout: Rollout) -> float:
-    """Of all completions: gains are often only formatting, and this is where that shows."""
-    verdicts = [verdict for group in rollout.verdicts for verdict in group]
-    return sum(verdict.answer is None for verdict in verdicts) / max(len(verdicts), 1)
+class PhaseTimer:
+    """Measures the seconds of each phase. On a GPU it uses CUDA events, so it never waits."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._on_gpu = device is not None and device.type == "cuda"
+        self._started = time.perf_counter()
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time spent inside to the phase `name`."""
+        if self._on_gpu:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._events.append((name, start, end))
+            start.record()
+            yield
+            end.record()
+        else:
+            started = time.perf_counter()
+            yield
+            self._seconds[name] += time.perf_counter() - started
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of all phases, and `total` since the step began."""
+        for name, start, end in self._events:
+            end.synchronize()
+            self._seconds[name] += start.elapsed_time(end) / 1000
+        self._events.clear()
+        return dict(self._seconds) | {"total": time.perf_counter() - self._started}
 
 
-def _second_chances(rewards: list[list[float]]) -> dict[str, float]:
-    """Does the second half of a group find what the first did not? Of GRPO, too: EEPO's is to be held against it."""
-    middle = len(rewards[0]) // 2
-    missed = [
-        group[middle:] for group in rewards if not any(reward > 0 for reward in group[:middle])
-    ]
-    rescued = [late for late in missed if any(reward > 0 for reward in late)]
-    return {
-        "missed_share": len(missed) / len(rewards),
-        "second_half_recovery": len(rescued) / len(rewards),
-    }
+class UnlearningMetrics:
+    """What the unlearning steps of one training step did. `lr` and the rest are of the last."""
+
+    def __init__(self) -> None:
+        self._num_tokens = 0
+        self._num_gated: Tensor | float = 0.0  # on the device: reading it would wait for the GPU
+        self._last: dict[str, float] = {}
+
+    def record_gate(self, num_gated: Tensor | float, num_tokens: int) -> None:
+        """Count the gated tokens, and the tokens that the gate chose from."""
+        self._num_gated = self._num_gated + num_gated
+        self._num_tokens += num_tokens
+
+    def record_step(self, lr: float, effect: Effect, changed_share: float) -> None:
+        self._last = {
+            "unlearn/lr": lr,
+            "unlearn/loss_before": effect.loss_before,
+            "unlearn/loss_after": effect.loss_after,
+            "unlearn/kl": effect.kl,
+            "unlearn/weights_changed_share": changed_share,
+        }
+
+    def result(self) -> dict[str, float]:
+        gate_share = float(self._num_gated) / self._num_tokens if self._num_tokens else 0.0
+        return self._last | {"gate_share": gate_share}
 
 
-class _Ratios:
-    """π_θ over the probability at sampling, of one stage's tokens."""
+class UpdateMetrics:
+    """Ratios, entropy and gradient norms of the policy update. Sums stay on the device."""
+
+    def __init__(self) -> None:
+        self._grad_norms: list[float] = []
+        self._ratios: dict[int, StageRatios] = defaultdict(StageRatios)
+        self._mismatch: Tensor | float = 0.0
+        self._mismatch_tokens: Tensor | int = 0
+        self._entropy: Tensor | float = 0.0
+        self._num_tokens = 0
+
+    @torch.no_grad()
+    def record_batch(
+        self,
+        batch: MicroBatch,
+        scores: Scores,
+        rollout_logprobs: Tensor,  # [B, T]
+        advantages: Tensor,  # [B]
+        stages: list[int],  # of every row that the micro-batch was cut from
+        options: AlgorithmConfig,
+    ) -> None:
+        gap = torch.where(batch.mask, scores.logprobs - rollout_logprobs, 0.0)
+        ratio = gap.exp()
+        positive, negative = advantages[:, None] > 0, advantages[:, None] < 0
+        clipped = (ratio > 1 + options.clip_high) & positive
+        clipped |= (ratio < 1 - options.clip_low) & negative
+        batch_stages = batch.pick([float(stage) for stage in stages])
+        for stage in sorted(set(stages)):
+            in_stage = batch.mask & (batch_stages == stage)[:, None]
+            self._ratios[stage].add(ratio, clipped, in_stage)
+        if not self._grad_norms:  # before the first update, θ is what stage 1 was sampled from
+            in_stage_1 = batch.mask & (batch_stages == 1)[:, None]
+            mismatch = k3(torch.where(in_stage_1, gap, 0.0).double())
+            self._mismatch = self._mismatch + mismatch.sum()
+            self._mismatch_tokens = self._mismatch_tokens + in_stage_1.sum()
+        self._entropy = self._entropy + scores.entropies.double().sum()  # 0 on padding
+        self._num_tokens += len(batch.targets)
+
+    def record_grad_norm(self, norm: float) -> None:
+        self._grad_norms.append(norm)
+
+    def result(self) -> dict[str, float]:
+        row = {
+            "mismatch_kl": float(self._mismatch) / max(int(self._mismatch_tokens), 1),
+            "policy_entropy": float(self._entropy) / max(self._num_tokens, 1),
+            "grad_norm": sum(self._grad_norms) / max(len(self._grad_norms), 1),
+        }
+        for stage, ratios in sorted(self._ratios.items()):
+            row |= {f"stage{stage}/{name}": value for name, value in ratios.result().items()}
+        return row
+
+
+class StageRatios:
+    """Sums over the ratios π_θ / (probability at sampling) of one stage's tokens."""
 
     def __init__(self) -> None:
         self.sum = self.count = self.clipped = self.max = torch.zeros(())
 
-    def add(self, ratio: Tensor, clipped: Tensor, here: Tensor) -> None:  # each [B, T]
-        self.sum = self.sum + torch.where(here, ratio, 0.0).double().sum()
-        self.count = self.count + here.sum()
-        self.clipped = self.clipped + (clipped & here).sum()
-        self.max = torch.maximum(self.max.to(ratio.device), torch.where(here, ratio, 0.0).max())
+    def add(self, ratio: Tensor, clipped: Tensor, in_stage: Tensor) -> None:  # each [B, T]
+        ratio = torch.where(in_stage, ratio, 0.0)
+        self.sum = self.sum + ratio.double().sum()
+        self.count = self.count + in_stage.sum()
+        self.clipped = self.clipped + (clipped & in_stage).sum()
+        self.max = torch.maximum(self.max.to(ratio.device), ratio.max())
 
-    def summary(self) -> dict[str, float]:
+    def result(self) -> dict[str, float]:
         count = max(float(self.count), 1.0)
         return {
             "ratio_mean": float(self.sum) / count,
             "ratio_max": float(self.max),
             "clip_share": float(self.clipped) / count,
         }
+
+
+def rollout_metrics(rollout: Rollout) -> dict[str, float]:
+    """Summarise the completions of a step, per stage and over all stages."""
+    row: dict[str, float] = {}
+    for stage in sorted(set(rollout.stages)):
+        completions, rewards = zip(*rollout.of_stage(stage), strict=True)
+        row |= {
+            f"stage{stage}/reward": sum(rewards) / len(rewards),
+            f"stage{stage}/entropy": mean_entropy(completions),
+            f"stage{stage}/length": sum(len(c.token_ids) for c in completions) / len(completions),
+            f"stage{stage}/truncated_share": _share(not c.finished for c in completions),
+        }
+    completions = [completion for group in rollout.groups for completion in group]
+    rewards = [reward for group in rollout.rewards for reward in group]
+    verdicts = [verdict for group in rollout.verdicts for verdict in group]
+    return row | {
+        "reward": sum(rewards) / len(completions),
+        "entropy": mean_entropy(completions),
+        "length": sum(len(c.token_ids) for c in completions) / len(completions),
+        "truncated_share": _share(not c.finished for c in completions),
+        "no_answer_share": _share(verdict.answer is None for verdict in verdicts),
+        "zero_advantage_share": _share(not any(group) for group in rollout.advantages),
+        **second_half_metrics(rollout.rewards),
+    }
+
+
+def second_half_metrics(rewards: list[list[float]]) -> dict[str, float]:
+    """Count groups whose second half earns reward where the first half earned none.
+
+    GRPO's value is the chance baseline.
+    """
+    middle = len(rewards[0]) // 2
+    second_halves = [g[middle:] for g in rewards if not any(reward > 0 for reward in g[:middle])]
+    recovered = [half for half in second_halves if any(reward > 0 for reward in half)]
+    return {
+        "missed_share": len(second_halves) / len(rewards),
+        "second_half_recovery": len(recovered) / len(rewards),
+    }
+
+
+def _share(flags: Iterable[bool]) -> float:
+    values = list(flags)
+    return sum(values) / max(len(values), 1)

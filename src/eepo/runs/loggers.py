@@ -1,7 +1,7 @@
-"""Metrics and evaluations as scalars elsewhere: TensorBoard, Weights & Biases, trackio. Each is an optional import.
+"""Sends metrics and evaluations to TensorBoard, Weights & Biases or trackio.
 
-The run's folder holds every number whatever happens here. So what is missing is said before training begins, and what
-breaks later (a full disk, no network) is said once and costs the run nothing.
+Each package is optional. A missing package is an error before training. A logger that fails later
+(full disk, no network) is reported once and then ignored: the run folder has every number anyway.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from eepo.config import LoggingConfig
 from eepo.runs.progress import Progress
-from eepo.runs.runlog import RunLog, write_whole
+from eepo.runs.runlog import RunLog, write_atomically
 from eepo.types import UserError
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
@@ -30,7 +30,7 @@ class Logger(Protocol):
 
 
 class NoLogger:
-    """`to = "none"`."""
+    """Does nothing: `logging.to = "none"`."""
 
     def log(self, step: int, scalars: dict[str, float]) -> None:
         pass
@@ -40,7 +40,7 @@ class NoLogger:
 
 
 class TensorBoard:
-    """Event files under the run's folder. On resume, TensorBoard is told to forget the steps that happen again."""
+    """Writes event files to the run folder. On resume, it purges the steps that run again."""
 
     def __init__(self, folder: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -59,7 +59,7 @@ class TensorBoard:
 
 
 class WandB:
-    """Steps are an axis of their own: those that happen again after a resume fall on themselves."""
+    """Logs to Weights & Biases. `step` is the x axis, so repeated steps overwrite themselves."""
 
     def __init__(self, config: LoggingConfig, folder: Path, recipe: dict[str, Any]) -> None:
         wandb = importlib.import_module("wandb")
@@ -81,7 +81,7 @@ class WandB:
 
 
 class Trackio:
-    """A run is known by its name there, so the name carries a few letters of its own."""
+    """Logs to trackio. It identifies runs by name, so the name contains part of the run id."""
 
     def __init__(self, config: LoggingConfig, folder: Path, recipe: dict[str, Any]) -> None:
         self.trackio = importlib.import_module("trackio")
@@ -97,8 +97,8 @@ class Trackio:
         self.trackio.finish()
 
 
-class Careful:
-    """A logger whose failure is one line on the screen, after which it is left alone."""
+class FailSafeLogger:
+    """Wraps a logger. After its first error, print one warning and log nothing more."""
 
     def __init__(self, logger: Logger, name: str, progress: Progress) -> None:
         self.logger, self.name, self.progress = logger, name, progress
@@ -107,48 +107,48 @@ class Careful:
         try:
             self.logger.log(step, scalars)
         except Exception as error:
-            self._give_up(error)
+            self._disable(error)
 
     def close(self) -> None:
         try:
             self.logger.close()
         except Exception as error:
-            self._give_up(error)
+            self._disable(error)
 
-    def _give_up(self, error: Exception) -> None:
-        said = " ".join(f"{type(error).__name__}: {error}".split())
+    def _disable(self, error: Exception) -> None:
+        message = _one_line(error)
         self.progress.say(
-            f"warning: {self.name} failed and gets nothing more; training goes on: {said}"
+            f"warning: {self.name} failed and is disabled; training continues: {message}"
         )
         self.logger = NoLogger()
 
 
 def check_logger(config: LoggingConfig) -> None:
-    """Before a model is loaded: is the package there?"""
+    """Raise an error if the package is missing. Call this before a model is loaded."""
     if config.to == "none":
         return
-    found = find_spec(PACKAGES[config.to])
-    if (
-        found is None or found.origin is None
-    ):  # without origin: a folder of that name, such as wandb's own records
+    spec = find_spec(PACKAGES[config.to])
+    # A spec without origin is a folder of that name, such as the one that wandb writes.
+    if spec is None or spec.origin is None:
         raise UserError(
-            f'logging.to = "{config.to}" needs a package that is not installed: pip install "eepo[{config.to}]"'
+            f'logging.to = "{config.to}" needs a package that is not installed: '
+            f'pip install "eepo[{config.to}]"'
         )
 
 
 def build_logger(
     config: LoggingConfig, folder: Path, step: int, recipe: dict[str, Any], progress: Progress
 ) -> Logger:
-    """Ready to log what comes after `step`. A service that refuses is an error now, before a run has begun."""
+    """Return a logger for the steps after `step`. If it cannot be opened, raise an error now."""
     if config.to == "none":
         return NoLogger()
     check_logger(config)
-    RunLog(folder)  # makes it
+    RunLog(folder)  # creates the folder
     try:
-        return Careful(_build(config, folder, step, recipe), config.to, progress)
+        return FailSafeLogger(_build(config, folder, step, recipe), config.to, progress)
     except Exception as error:
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f'logging.to = "{config.to}" cannot be opened: {said}') from error
+        message = _one_line(error)
+        raise UserError(f'logging.to = "{config.to}" cannot be opened: {message}') from error
 
 
 def _build(config: LoggingConfig, folder: Path, step: int, recipe: dict[str, Any]) -> Logger:
@@ -158,27 +158,31 @@ def _build(config: LoggingConfig, folder: Path, step: int, recipe: dict[str, Any
 
 
 def run_name(folder: Path) -> str:
-    """That of its folder; a comparison's are all called seed-N, so the method's goes before it."""
+    """Return the folder's name. For `METHOD/seed-N`, return `METHOD-seed-N`."""
     folder = folder.resolve()
     return f"{folder.parent.name}-{folder.name}" if folder.name.startswith("seed-") else folder.name
 
 
 def run_id(folder: Path) -> str:
-    """The same for every resumption of a run, and of no other run."""
+    """Return a unique id of the run. It stays the same when the run is resumed."""
     path = folder / ID
     if not path.exists():
-        write_whole(path, uuid.uuid4().hex + "\n")
+        write_atomically(path, uuid.uuid4().hex + "\n")
     return path.read_text(encoding="utf-8").strip()
 
 
 def metric_scalars(row: dict[str, Any]) -> dict[str, float]:
-    """A line of metrics.jsonl under its own names."""
+    """Return the numbers of a row of metrics.jsonl."""
     return dict(_numbers(row, ""))
 
 
 def evaluation_scalars(row: dict[str, Any]) -> dict[str, float]:
-    """A line of evaluations.jsonl under `full/SET/greedy`, `quick/SET/pass@k/4` and so on: two curves, never one."""
+    """Return the numbers of a row of evaluations.jsonl, as `full/SET/greedy` and so on."""
     return dict(_numbers(row, f"{row['kind']}/{row['set']}/"))
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _numbers(row: dict[str, Any], prefix: str) -> Iterator[tuple[str, float]]:

@@ -1,4 +1,4 @@
-"""Progress that is always visible: a live bar on a terminal, a line now and then where output is a file."""
+"""Shows progress: a live bar on a terminal, a line every few seconds in a log file."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rich.progress import (
 )
 from rich.progress import Progress as RichProgress
 
-QUIET_SECONDS = 5.0  # between two lines, when there is no terminal
+LINE_SECONDS = 5.0  # between two lines without a terminal
 
 
 class Progress:
-    """`with progress.bar("grpo", 60) as bar: bar.advance(note="reward 0.5")`"""
+    """Prints lines and bars: `with progress.bar("grpo", 60) as bar: bar.advance()`."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()
@@ -29,15 +29,16 @@ class Progress:
         return Bar(self.console, title, total, done)
 
     def say(self, text: str) -> None:
-        self.console.print(
-            escape(text), highlight=False, soft_wrap=True
-        )  # a path stays whole, to be copied
+        # Do not wrap: a path must stay in one piece to be copied.
+        self.console.print(escape(text), highlight=False, soft_wrap=True)
 
 
 class Bar:
+    """Counts from `done` to `total`."""
+
     def __init__(self, console: Console, title: str, total: int, done: int) -> None:
         self.console, self.title, self.total, self.done = console, title, total, done
-        self._said = 0.0
+        self._last_line = 0.0
         self._live = RichProgress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -66,10 +67,8 @@ class Bar:
         self.done += number
         self._live.update(self._task, completed=self.done, note=note)
         now = time.monotonic()
-        if not self.console.is_terminal and (
-            now - self._said > QUIET_SECONDS or self.done >= self.total
-        ):
-            self._said = now
-            self.console.print(
-                escape(f"{self.title}: {self.done}/{self.total} {note}".rstrip()), highlight=False
-            )
+        due = now - self._last_line > LINE_SECONDS or self.done >= self.total
+        if due and not self.console.is_terminal:
+            self._last_line = now
+            line = f"{self.title}: {self.done}/{self.total} {note}".rstrip()
+            self.console.print(escape(line), highlight=False)

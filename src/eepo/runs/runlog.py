@@ -1,7 +1,7 @@
-"""A run is a folder. This writes and reads its records: recipe, environment, and one JSON line for each event.
+"""Writes the records of a run folder: recipe, environment, and JSON Lines files.
 
-Lines are flushed as they are written, so a killed run keeps everything up to its last whole line. On resume, lines
-from steps after the checkpoint are dropped: those steps happen again.
+Lines are flushed as they are written, so a killed run keeps all complete lines. On resume, the
+lines of steps after the checkpoint are dropped, because those steps run again.
 """
 
 from __future__ import annotations
@@ -25,23 +25,26 @@ PACKAGES = ("torch", "transformers", "safetensors", "numpy", "tokenizers")
 
 
 def resume_command(folder: Path, command: str = "train") -> str:
-    """What goes on with the run in `folder` whatever --set it was started with: its own recipe holds every knob."""
-    return f"eepo {command} {shlex.quote(str(folder / 'recipe.toml'))} --out {shlex.quote(str(folder))} --resume"
+    """Return the command that resumes the run in `folder`. Its recipe holds every knob."""
+    recipe = shlex.quote(str(folder / "recipe.toml"))
+    return f"eepo {command} {recipe} --out {shlex.quote(str(folder))} --resume"
 
 
 class RunLog:
+    """Appends to the records in the folder of a run."""
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"--out {folder} cannot be made: {error.strerror}") from error
+            raise UserError(f"--out {folder} cannot be created: {error.strerror}") from error
 
     def write_recipe(self, text: str) -> None:
-        write_whole(self.folder / "recipe.toml", text)
+        write_atomically(self.folder / "recipe.toml", text)
 
     def write_environment(self, device: str) -> None:
-        write_whole(
+        write_atomically(
             self.folder / "environment.json", json.dumps(environment(device), indent=2) + "\n"
         )
 
@@ -51,9 +54,9 @@ class RunLog:
                 file.write(json.dumps(row, ensure_ascii=True) + "\n")
 
     def rewind(self, step: int) -> None:
-        """Drop every line after `step`, a torn last one, and what a killed rewind left."""
-        for left in self.folder.glob(".*.jsonl.*"):
-            left.unlink()
+        """Drop the lines after `step`, unfinished lines, and leftovers of a killed rewind."""
+        for leftover in self.folder.glob(".*.jsonl.*"):
+            leftover.unlink()
         for name in (METRICS, EVALUATIONS, COMPLETIONS, ALARMS):
             path = self.folder / name
             if path.exists():
@@ -61,18 +64,18 @@ class RunLog:
                 kept = [line for line in before.splitlines(keepends=True) if line.endswith("\n")]
                 after = "".join(line for line in kept if json.loads(line)["step"] <= step)
                 if after != before:
-                    write_whole(path, after)
+                    write_atomically(path, after)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write aside and rename: a reader sees the old file or the new one, never half of one."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
+def write_atomically(path: Path, text: str) -> None:
+    """Write a temporary file and rename it: a reader never sees half a file."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def environment(device: str) -> dict[str, Any]:
-    """What someone needs to know to get the same numbers."""
+    """Describe the software and hardware, so that the numbers can be reproduced."""
     return {
         "eepo": eepo.__version__,
         "commit": _commit(),
@@ -93,7 +96,7 @@ def _version(name: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Of the source tree that is running, if it is one."""
+    """Return the git commit of the running source tree, or None outside of one."""
     command = [
         "git",
         "-C",
@@ -104,7 +107,7 @@ def _commit() -> str | None:
         "--abbrev=12",
     ]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return found.stdout.strip() or None
+    return result.stdout.strip() or None

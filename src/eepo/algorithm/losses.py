@@ -1,0 +1,109 @@
+"""The losses of EEPO and GRPO as pure functions. B completions, T tokens each after padding."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from eepo.config import AlgorithmConfig
+from eepo.model.policy import Scores
+
+
+def grpo_loss(
+    scores: Scores,  # of θ
+    rollout_logprobs: Tensor,  # [B, T] under the weights that sampled: θ or θ′
+    reference_logprobs: Tensor | None,  # [B, T]
+    advantages: Tensor,  # [B]
+    mask: Tensor,  # [B, T]
+    options: AlgorithmConfig,
+) -> Tensor:
+    """Add the clipped surrogate, the entropy bonus and the KL penalty, as means over tokens."""
+    clip = options.clip_low, options.clip_high
+    loss = policy_loss(scores.logprobs, rollout_logprobs, advantages, mask, *clip)
+    loss = loss - options.entropy_coef * token_mean(scores.entropies, mask)
+    if reference_logprobs is not None:
+        loss = loss + options.kl_coef * kl_penalty(scores.logprobs, reference_logprobs, mask)
+    return loss
+
+
+def policy_loss(
+    policy_logprobs: Tensor,  # [B, T] under θ
+    rollout_logprobs: Tensor,  # [B, T] under the weights that sampled: θ or θ′
+    advantages: Tensor,  # [B]
+    mask: Tensor,  # [B, T]
+    clip_low: float,
+    clip_high: float,
+) -> Tensor:
+    """Return the negated clipped surrogate, as a mean over tokens."""
+    ratio = torch.where(mask.bool(), policy_logprobs - rollout_logprobs, 0.0).exp()
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    surrogate = torch.minimum(ratio * advantages[:, None], clipped * advantages[:, None])
+    return -token_mean(surrogate, mask)
+
+
+def kl_penalty(policy_logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """Estimate KL(θ ‖ reference) with k3, as a mean over tokens."""
+    gap = torch.where(mask.bool(), reference_logprobs - policy_logprobs, 0.0)
+    return token_mean(k3(gap), mask)
+
+
+def k3(gap: Tensor) -> Tensor:
+    """Estimate KL(p ‖ q) per token from `gap` = log q − log p on samples from p.
+
+    The estimate is unbiased, never negative, and has low variance. It is 0 where `gap` is 0.
+    """
+    return gap.exp() - 1 - gap
+
+
+def complementary_loss(
+    logprobs: Tensor,  # [B, T]
+    mask: Tensor,  # [B, T]
+    gate: Tensor,  # [B, T]
+    eps: float,
+    saturation: str = "stop",
+    complements: Tensor | None = None,  # [B, T] log(1 − p), computed from the other tokens
+) -> Tensor:
+    """Return the mean over completions of (1 / T_k) Σ gate · −log(1 − p).
+
+    Descending this loss makes the sampled tokens less likely. `saturation = "stop"` is the paper's
+    p ← min(p, 1 − ε): finite, but without gradient above 1 − ε. `"exact"` uses `complements`; its
+    gradient on the sampled logit is p.
+    """
+    if saturation == "exact":
+        if complements is None:
+            raise ValueError('saturation = "exact" needs complements, log(1 − p) of every token')
+        penalty = -complements
+    else:
+        ceiling = torch.log1p(torch.tensor(-eps, dtype=torch.float64)).item()
+        penalty = -_log1mexp(logprobs.clamp(max=ceiling))
+    return completion_mean(penalty, mask, gate)
+
+
+def unlearn_loss(scores: Scores, mask: Tensor, gate: Tensor, options: AlgorithmConfig) -> Tensor:
+    """Return the complementary loss, or for the ablation the log-likelihood (`"nll"`)."""
+    if options.unlearn_loss == "nll":
+        return completion_mean(scores.logprobs, mask, gate)
+    return complementary_loss(
+        scores.logprobs, mask, gate, options.unlearn_eps, options.saturation, scores.complements
+    )
+
+
+def token_mean(values: Tensor, mask: Tensor) -> Tensor:  # [B, T] -> scalar
+    """Average over all completion tokens; every token weighs the same."""
+    return torch.where(mask.bool(), values, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+def completion_mean(values: Tensor, mask: Tensor, gate: Tensor) -> Tensor:  # [B, T] -> scalar
+    """Average (1 / T_k) Σ gated values over completions. T_k counts all tokens, gated or not."""
+    gated = torch.where(gate.bool() & mask.bool(), values, 0.0).sum(1)
+    return (gated / mask.sum(1).clamp(min=1)).mean()
+
+
+def _log1mexp(x: Tensor) -> Tensor:
+    """Compute log(1 − exp(x)) for x < 0 without cancellation.
+
+    `torch.where` differentiates both branches, so the unused one gets a harmless input.
+    """
+    near_zero = x > -0.6931
+    small = torch.log(-torch.expm1(torch.where(near_zero, x, -0.5)))
+    return torch.where(near_zero, small, torch.log1p(-torch.where(near_zero, -1.0, x).exp()))

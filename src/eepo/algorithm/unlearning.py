@@ -1,0 +1,97 @@
+"""One unlearning step: which completions it covers, its loss, and the weights θ′ it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eepo.algorithm.gates import completions_to_unlearn, unlearn_gate
+from eepo.algorithm.losses import unlearn_loss
+from eepo.config import AlgorithmConfig
+from eepo.model.batching import MicroBatch, evenly_spaced
+from eepo.model.policy import Scores
+from eepo.types import Completion, Prompt, Rollout
+
+
+@dataclass(frozen=True)
+class UnlearnBatch:
+    """The completions of all stages so far, and which of them are unlearned."""
+
+    pairs: list[tuple[Prompt, Completion]]
+    rows: list[int]  # indices of the pairs that the loss is a mean over
+    selected: list[bool]  # per pair: `unlearn_on` selects it
+    stage1_rows: list[int]  # the rows that θ sampled; only these can measure KL(θ‖θ′)
+    options: AlgorithmConfig
+
+    @classmethod
+    def of(cls, rollout: Rollout, options: AlgorithmConfig) -> UnlearnBatch:
+        """Select completions. This waits for rewards only where `unlearn_on` needs them."""
+        pairs = rollout.pairs(range(len(rollout.prompts)))
+        rows = evenly_spaced(len(pairs), options.unlearn_max_completions)
+        selected = [True] * len(pairs)
+        if options.unlearn_on != "all":
+            rollout.wait_for_rewards()
+            masks = [completions_to_unlearn(group, options.unlearn_on) for group in rollout.rewards]
+            selected = [flag for mask in masks for flag in mask]
+        stage1_rows = [row for row in rows if rollout.stages[row % len(rollout.stages)] == 1]
+        return cls(pairs, rows, selected, stage1_rows, options)
+
+    @property
+    def num_tokens(self) -> int:
+        """Count the tokens that the gate chooses from."""
+        return sum(len(self.pairs[row][1].token_ids) for row in self.rows)
+
+    @property
+    def candidate_rows(self) -> list[int]:
+        """Leave out rows that cannot have a gated token: they would cost a pass for nothing.
+
+        The engine's entropies are rounded differently, so allow twice the threshold.
+        """
+        limit = 2 * self.options.gate_threshold if self.options.gate == "token" else torch.inf
+        return [
+            row
+            for row in self.rows
+            if self.selected[row] and min(self.pairs[row][1].entropies, default=0.0) < limit
+        ]
+
+    def gate(self, batch: MicroBatch, scores: Scores) -> Tensor:  # bool [B, T]
+        """Return the tokens to unlearn."""
+        selected = batch.pick(self.selected).bool().unsqueeze(1)
+        return unlearn_gate(scores, batch.mask, self.options) & selected
+
+    def loss(self, batch: MicroBatch, scores: Scores, gate: Tensor) -> Tensor:
+        """Return the part of this micro-batch in the mean over all `rows`."""
+        loss = unlearn_loss(scores, batch.mask, gate, self.options)
+        return loss * len(batch.rows) / len(self.rows)
+
+
+def unlearned_weights(
+    weights: Iterable[tuple[str, Tensor]],
+    gradient: Mapping[str, Tensor],
+    lr: float,
+    dtype: torch.dtype,
+) -> Iterator[tuple[str, Tensor]]:
+    """Stream θ − η·gradient, one new tensor at a time.
+
+    The step is taken in fp32 and then rounded to the dtype of the engine: a step applied to bf16
+    weights would be rounded away.
+    """
+    for name, weight in weights:
+        moved = weight.float() - lr * gradient[name].float() if name in gradient else weight
+        yield name, moved.to(dtype)
+
+
+def changed_share(
+    theta: Iterable[tuple[str, Tensor]], rollout_weights: Mapping[str, Tensor]
+) -> float:
+    """Return the share of rollout weights that differ from θ after rounding to their dtype."""
+    changed: Tensor | int = 0
+    total = 0
+    for name, weight in theta:
+        moved = rollout_weights[name]
+        changed = changed + (moved != weight.to(moved.dtype)).sum()
+        total += moved.numel()
+    return int(changed) / total
