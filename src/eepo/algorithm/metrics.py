@@ -195,14 +195,14 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
             f"stage{stage}/length": sum(len(c.token_ids) for c in completions) / len(completions),
             f"stage{stage}/truncated_share": _share(not c.finished for c in completions),
         }
-    completions = [completion for group in rollout.groups for completion in group]
-    rewards = [reward for group in rollout.rewards for reward in group]
+    all_completions = rollout.completions()
+    all_rewards = [reward for group in rollout.rewards for reward in group]
     verdicts = [verdict for group in rollout.verdicts for verdict in group]
     return row | {
-        "reward": sum(rewards) / len(completions),
-        "entropy": mean_entropy(completions),
-        "length": sum(len(c.token_ids) for c in completions) / len(completions),
-        "truncated_share": _share(not c.finished for c in completions),
+        "reward": sum(all_rewards) / len(all_completions),
+        "entropy": mean_entropy(all_completions),
+        "length": sum(len(c.token_ids) for c in all_completions) / len(all_completions),
+        "truncated_share": _share(not c.finished for c in all_completions),
         "no_answer_share": _share(verdict.answer is None for verdict in verdicts),
         "zero_advantage_share": _share(not any(group) for group in rollout.advantages),
         **second_half_metrics(rollout.rewards),

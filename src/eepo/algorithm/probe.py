@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from eepo.algorithm.losses import k3
 from eepo.algorithm.unlearning import UnlearnBatch
-from eepo.model.batching import MicroBatch, send
+from eepo.model.batching import MicroBatch, to_device
 from eepo.model.policy import Policy, Scores
 
 
@@ -52,7 +52,7 @@ class Probe:
             self._position[batch.rows[index]] = len(self._position)
         columns = (scores.logprobs, scores.entropies, scores.complements)
         stacked = torch.stack([column.detach() for column in columns if column is not None])
-        index = send(torch.tensor(positions), stacked.device)  # does not wait for the GPU
+        index = to_device(torch.tensor(positions), stacked.device)  # does not wait for the GPU
         self._recorded.append(stacked.index_select(1, index))
 
     @cached_property
