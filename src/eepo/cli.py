@@ -1,15 +1,23 @@
-"""The command line: parse, call, print. Heavy imports wait inside the commands, so that --help is quick."""
+"""Defines the command line: each command parses its options, calls one function, prints the result.
+
+Heavy imports such as torch happen inside the commands, so that `--help` is fast.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from eepo.evaluation.options import BenchmarkOptions, option, option_name
 from eepo.runs.progress import Progress
 from eepo.types import UserError
 
@@ -18,7 +26,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="eepo",
-    help="Reinforcement learning with verifiable rewards that explores: sample, forget, sample again.",
+    help="An RLVR trainer for exploration: GRPO, and EEPO (sample, unlearn, sample again).",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -26,43 +34,94 @@ app = typer.Typer(
 )
 
 Recipe = Annotated[
-    str, typer.Argument(help="A TOML file, or a shipped recipe by name, such as `countdown/eepo`.")
+    str, typer.Argument(help="A TOML file, or the name of a shipped recipe, e.g. `countdown/eepo`.")
 ]
 Recipes = Annotated[
     list[str],
-    typer.Argument(help="TOML files or shipped recipes by name; the first is the baseline."),
+    typer.Argument(help="TOML files or names of shipped recipes; the first is the baseline."),
 ]
-Out = Annotated[Path, typer.Option("--out", help="The run's folder.")]
+Out = Annotated[Path, typer.Option("--out", help="Folder of the run.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="A.B=VALUE", help="Change one knob of the recipe; repeatable."),
 ]
 Resume = Annotated[
-    bool, typer.Option("--resume", help="Go on with the run in --out, from its newest checkpoint.")
-]
-Measure = Annotated[str, typer.Option("--measure", help="greedy, mean, distinct or pass@K.")]
-On = Annotated[
-    str,
-    typer.Option(
-        "--on", metavar="SET", help="The evaluation set it is on; default: average of all."
-    ),
-]
-Line = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--line", metavar="RUN", help="A run, or a folder of its seeds, as a dashed line."
-    ),
+    bool, typer.Option("--resume", help="Continue the run in --out from its latest checkpoint.")
 ]
 Seeds = Annotated[
     int,
-    typer.Option(
-        "--seeds", min=1, help="How many seeds for each recipe, from the recipe's own on."
-    ),
+    typer.Option("--seeds", min=1, help="Seeds per recipe; the first is the recipe's seed."),
 ]
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+@dataclass(frozen=True)
+class PlotOptions:
+    """Selects what the figure of a sweep shows."""
+
+    measure: str = option("mean", help="greedy, mean, distinct or pass@K.")
+    on: str = option("", metavar="SET", help="Evaluation set; default: the average of all sets.")
+    line: list[Path] | None = option(  # noqa: RUF009 (it returns a dataclass field)
+        None,
+        metavar="RUN",
+        help="A run, or a folder with its seeds, drawn as a dashed line; repeatable.",
+    )
+
+    def line_runs(self) -> list[Run]:
+        from eepo.reports.sweep_tables import read_method
+
+        return [run for folder in self.line or () for run in read_method(folder)]
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace each dataclass parameter of a command by one option per field of the dataclass.
+
+    The fields are declared with `eepo.evaluation.options.option`. Typer finds the options in the
+    signature of the returned function.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    groups: dict[str, Any] = {}
+    parameters: list[inspect.Parameter] = []
+    for parameter in signature.parameters.values():
+        if is_dataclass(parameter.annotation):
+            groups[parameter.name] = parameter.annotation
+            parameters += _field_parameters(parameter.annotation)
+        else:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+
+    @functools.wraps(command)
+    def call(**values: Any) -> None:
+        for name, group in groups.items():
+            settings = {field.name: values.pop(field.name) for field in fields(group)}
+            for field in fields(group):
+                if parse := field.metadata.get("parse"):
+                    settings[field.name] = parse(settings[field.name])
+            values[name] = group(**settings)
+        command(**values)
+
+    call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return call
+
+
+def _field_parameters(options: Any) -> Iterator[inspect.Parameter]:
+    types = get_type_hints(options)
+    for field in fields(options):
+        settings = dict(field.metadata)
+        value_type = str if settings.pop("parse", None) else types[field.name]
+        settings.pop("name", None)
+        if settings.pop("argument", False):
+            declaration: Any = typer.Argument(**settings)
+        else:
+            declaration = typer.Option(option_name(field), **settings)
+        yield inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=Annotated[value_type, declaration],
+        )
+
+
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"eepo {version('eepo')}")
         raise typer.Exit
 
@@ -72,46 +131,49 @@ def options(
     _: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version, and end."
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
 ) -> None:
-    """What goes without a command."""
+    """Define the options that need no command."""
 
 
 @app.command()
 def demo(out: Out = Path("runs/demo"), seeds: Seeds = 1, overrides: Overrides = None) -> None:
-    """Train a small policy with GRPO and with EEPO on the CPU, compare them, and write a page with pictures."""
+    """Train a small policy with GRPO and EEPO on the CPU, and write a report that compares them."""
     progress = Progress()
     progress.say(
-        "Countdown: from four numbers, write an expression that hits the target. Same policy, prompts and seeds."
+        "Countdown: combine four numbers to reach the target. "
+        "Both methods use the same policy, prompts and seeds."
     )
     _compare(["demo/grpo", "demo/eepo"], seeds, out, overrides, progress)
 
 
 @app.command()
 def warmup(recipe: Recipe, out: Out, overrides: Overrides = None, resume: Resume = False) -> None:
-    """Teach a model a task's own demonstrations before reinforcement: from scratch, or a base model."""
+    """Supervised warm start: train a new or a base model on demonstrations of a task."""
     from eepo import assemble
     from eepo.recipe import load_warmup
 
     progress = Progress()
-    _say_start(out, resume, progress)
-    final = assemble.build_warmup(load_warmup(recipe, overrides or ()), out, resume, progress).run()
+    _print_if_nothing_to_resume(out, resume, progress)
+    config = load_warmup(recipe, overrides or ())
+    final = assemble.build_warmup(config, out, resume, progress).run()
     progress.say(f"weights: {final}")
 
 
 @app.command()
 def train(recipe: Recipe, out: Out, overrides: Overrides = None, resume: Resume = False) -> None:
-    """Train one recipe. Stop it at any time; --resume goes on as if it had never stopped."""
+    """Train one recipe. It may be stopped at any time; --resume continues as if never stopped."""
     from eepo import assemble
     from eepo.recipe import load_run
 
     progress = Progress()
-    _say_start(out, resume, progress)
-    final = assemble.build_trainer(load_run(recipe, overrides or ()), out, resume, progress).run()
+    _print_if_nothing_to_resume(out, resume, progress)
+    config = load_run(recipe, overrides or ())
+    final = assemble.build_trainer(config, out, resume, progress).run()
     progress.say(f"weights: {final}")
-    progress.say(f"see it with: eepo report {out} --out report.html")
+    progress.say(f"write a report with: eepo report {out} --out report.html")
 
 
 @app.command()
@@ -122,20 +184,19 @@ def doctor(
         int, typer.Option("--samples", min=1, max=1024, help="Prompts to sample completions for.")
     ] = 8,
     device: Annotated[
-        str, typer.Option("--device", help="auto, cpu, cuda or cuda:N; empty: the recipe's.")
+        str, typer.Option("--device", help="auto, cpu, cuda or cuda:N; default: the recipe's.")
     ] = "",
 ) -> None:
-    """Check a recipe before hours are spent: model, data, prompt, gold answers, memory and a few samples."""
+    """Check a recipe before a long run: model, data, prompts, gold answers, memory, samples."""
     from eepo.experiments.doctor import examine
 
     progress = Progress()
+    changes = [*(overrides or ()), *([f"model.device={device}"] if device else ())]
     levels = []
-    for finding in examine(
-        recipe, [*(overrides or ()), *([f"model.device={device}"] if device else ())], samples
-    ):
+    for finding in examine(recipe, changes, samples):
         progress.say(finding.line())
         levels.append(finding.level)
-    progress.say(f"{levels.count('fail')} failed, {levels.count('warn')} to look at")
+    progress.say(f"{levels.count('fail')} failed, {levels.count('warn')} warnings")
     if "fail" in levels:
         raise typer.Exit(1)
 
@@ -150,46 +211,46 @@ def compare(
         bool,
         typer.Option(
             "--equal-time",
-            help="Every other recipe trains for as many seconds as the first one took.",
+            help="Train every other recipe for as many seconds as the first one took.",
         ),
     ] = False,
 ) -> None:
-    """Train recipes over seeds at equal rollouts, or equal time; print means with 95 % intervals, write a report."""
+    """Train recipes over seeds at equal rollouts or time; print 95 % intervals, write a report."""
     _compare(recipes, seeds, out, overrides, Progress(), equal_time)
 
 
 @app.command()
+@with_options
 def sweep(
     recipe: Recipe,
     grid: Annotated[
         list[str],
         typer.Option("--grid", metavar="A.B=X,Y", help="A knob and its values; repeatable."),
     ],
-    out: Annotated[Path, typer.Option("--out", help="The sweep's folder.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder of the sweep.")],
+    plot: PlotOptions,
     seeds: Seeds = 3,
     overrides: Overrides = None,
     jobs: Annotated[
-        int, typer.Option("--jobs", min=0, help="Runs at a time; 0: one a GPU, or two cores each.")
+        int,
+        typer.Option("--jobs", min=0, help="Parallel runs; 0: one on a GPU, else one per 2 cores."),
     ] = 0,
-    measure: Measure = "mean",
-    on: On = "",
-    line: Line = None,
 ) -> None:
-    """Train a recipe over a grid of knobs and seeds, several at a time. Stopped, it goes on with the same command."""
+    """Train a recipe over a grid of knobs and seeds. The same command continues a stopped sweep."""
     from eepo.experiments.sweep import check_set, plan, run_sweep
-    from eepo.reports.sweep_tables import check_measure, make_scale, read_method
+    from eepo.reports.sweep_tables import check_measure, make_criterion
 
     planned = plan(recipe, overrides or (), grid, seeds, out)
-    check_measure(measure, planned.base.evaluation.num_samples)
-    check_set(planned, on)
-    lines = [run for folder in line or () for run in read_method(folder)]
-    if lines:
-        make_scale(lines, measure, on)  # a line that cannot be drawn is a mistake to know of now
+    check_measure(plot.measure, planned.base.evaluation.num_samples)
+    check_set(planned, plot.on)
+    line_runs = plot.line_runs()
+    if line_runs:  # fail now, not after the sweep, if a line cannot be drawn
+        make_criterion(line_runs, plot.measure, plot.on)
     progress = Progress()
     failed = run_sweep(planned, jobs, progress)
-    _swept(out, lines, measure, on, progress)
-    for title, why in failed.items():
-        progress.say(f"failed: {title}: {why}")
+    _write_sweep(out, line_runs, plot, progress)
+    for title, reason in failed.items():
+        progress.say(f"failed: {title}: {reason}")
     if failed:
         progress.say(
             f"{len(failed)} of {len(planned.runs)} runs failed; the same command tries them again"
@@ -198,48 +259,50 @@ def sweep(
 
 
 @app.command()
+@with_options
 def hyper(
     sweeps: Annotated[list[Path], typer.Argument(help="Folders of sweeps, one panel each.")],
+    plot: PlotOptions,
     out: Annotated[
-        Path, typer.Option("--out", help="The picture; written as PNG and as SVG.")
+        Path, typer.Option("--out", help="The figure; written as PNG and as SVG.")
     ] = Path("hyper.png"),
-    measure: Measure = "mean",
-    on: On = "",
-    line: Line = None,
 ) -> None:
-    """Draw a measure against the knob of each sweep, and other methods as dashed lines across."""
-    from eepo.reports.sweep_figure import write_hyper
-    from eepo.reports.sweep_tables import make_scale, read_method, read_sweep
+    """Plot a measure against the knob of each sweep, with other methods as dashed lines."""
+    from eepo.reports.sweep_figure import write_sweep_figure
+    from eepo.reports.sweep_tables import make_criterion, read_sweep
 
     results = [read_sweep(folder) for folder in sweeps]
-    lines = [run for folder in line or () for run in read_method(folder)]
-    scale = make_scale([*(run for result in results for run in result.runs), *lines], measure, on)
-    files = write_hyper(results, lines, scale, out)
+    line_runs = plot.line_runs()
+    all_runs = [*(run for result in results for run in result.runs), *line_runs]
+    criterion = make_criterion(all_runs, plot.measure, plot.on)
+    files = write_sweep_figure(results, line_runs, criterion, out)
     Progress().say(f"figure: {', '.join(map(str, files))}")
 
 
 @app.command()
 def grade(
-    file: Annotated[Path, typer.Argument(help='Lines {"gold": ..., "completion": ...}.')],
+    file: Annotated[
+        Path, typer.Argument(help='A JSON Lines file: {"gold": ..., "completion": ...}.')
+    ],
     out: Annotated[
-        Path | None, typer.Option("--out", help="Where to write; the standard output by default.")
+        Path | None, typer.Option("--out", help="Output file; default: the standard output.")
     ] = None,
-    reward: Annotated[str, typer.Option(help="math, exact, or your own module:function.")] = "math",
+    reward: Annotated[str, typer.Option(help="math, exact, or your module:function.")] = "math",
     workers: Annotated[
-        int, typer.Option(min=0, max=256, help="Processes; 0: one for each core, at most 8.")
+        int, typer.Option(min=0, max=256, help="Processes; 0: one per core, at most 8.")
     ] = 0,
 ) -> None:
-    """Grade completions in processes that can be killed: the same lines, with "correct" and "reason", in order."""
+    """Add "correct" and "reason" to each completion, graded in processes with a time limit."""
     from rich.console import Console
 
     from eepo.config import RewardConfig
-    from eepo.evaluation.grading import count_lines, grade_file, writing
+    from eepo.evaluation.grading import count_lines, grade_file, open_output
     from eepo.rewards import build_grader
 
     progress, total = Progress(Console(stderr=True)), count_lines(file)
     grader = build_grader(RewardConfig(name=reward, num_workers=workers))
     with contextlib.ExitStack() as stack:
-        stream = stack.enter_context(writing(out))
+        stream = stack.enter_context(open_output(out))
         bar = stack.enter_context(progress.bar(f"grade {file.name}", total))
         num_correct, num_lines = grade_file(file, stream, grader, bar.advance)
     progress.say(f"{num_correct} of {num_lines} correct")
@@ -249,13 +312,11 @@ def grade(
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(
-            help="Folders of runs, or of a comparison or a sweep; a recipe's name tells methods apart."
-        ),
+        typer.Argument(help="Folders of runs, comparisons or sweeps; runs are grouped by recipe."),
     ],
-    out: Annotated[Path, typer.Option("--out", help="The page to write.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option("--out", help="The HTML page.")] = Path("report.html"),
 ) -> None:
-    """Write one self-contained page of tables and figures from the folders of runs."""
+    """Write one self-contained HTML page with the tables and figures of runs."""
     _report(runs, out, Progress())
 
 
@@ -263,142 +324,96 @@ def report(
 def watch(
     runs: Annotated[
         list[Path],
-        typer.Argument(
-            help="Folders of runs, or of a comparison or a sweep; they may be empty yet."
-        ),
+        typer.Argument(help="Folders of runs, comparisons or sweeps; they may still be empty."),
     ],
     port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="On this machine alone; 0: any.")
+        int, typer.Option("--port", min=0, max=65535, help="Local port; 0: any free port.")
     ] = 8642,
     interval: Annotated[
-        float, typer.Option("--interval", min=0.5, max=3600, help="Seconds between two looks.")
+        float, typer.Option("--interval", min=0.5, max=3600, help="Seconds between updates.")
     ] = 5,
 ) -> None:
-    """Serve the report of runs to a browser on this machine, and keep it up to date as steps arrive."""
-    from eepo.reports.watch import Watched, WatchServer
+    """Serve a live report of runs to a browser on this machine."""
+    from eepo.reports.watch import LiveReport, WatchServer
 
     with (
-        WatchServer(Watched(runs), port, interval) as server,
+        WatchServer(LiveReport(runs), port, interval) as server,
         contextlib.suppress(KeyboardInterrupt),
     ):
+        folders = ", ".join(map(str, runs))
         Progress().say(
-            f"watching {', '.join(map(str, runs))} at {server.url} (Ctrl-C ends this, not the run)"
+            f"watching {folders} at {server.url} (Ctrl-C stops watching, training continues)"
         )
         server.serve_forever()
 
 
 @app.command("eval")
+@with_options
 def evaluate(
-    model: Annotated[str, typer.Argument(help="A hub name, a folder, or a run: its last weights.")],
-    benchmarks: Annotated[
-        str, typer.Option("--benchmarks", help="Names or files of problems, with commas.")
-    ],
-    data_dir: Annotated[
-        str, typer.Option("--data-dir", help="Folder of the benchmarks' files; else the hub.")
-    ] = "",
+    options: BenchmarkOptions,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Default: evaluations/ and the model's name.")
+        Path | None,
+        typer.Option("--out", help="Output folder; default: evaluations/ and the model's name."),
     ] = None,
-    samples: Annotated[
-        int, typer.Option("--samples", min=0, help="Drawn for each problem, for pass@k.")
-    ] = 0,
-    temperature: Annotated[
-        float | None, typer.Option("--temperature", help="Of the samples; default 1.")
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the samples.")] = 0,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 4096,
-    max_prompt_tokens: Annotated[
-        int, typer.Option("--max-prompt-tokens", min=1, help="Longer: left out.")
-    ] = 1024,
-    limit: Annotated[
-        int, typer.Option("--limit", min=0, help="Only the first problems of each; 0: all.")
-    ] = 0,
-    template: Annotated[
-        str | None,
-        typer.Option(
-            "--template", help="boxed, chat, or a text with {problem}; default: a run's own."
-        ),
-    ] = None,
-    reward: Annotated[
-        str, typer.Option("--reward", help="The grader: math, exact or module:function.")
-    ] = "math",
-    max_rows: Annotated[
-        int, typer.Option("--max-rows", min=1, help="Completions sampled at the same time.")
-    ] = 128,
-    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
-    revision: Annotated[str, typer.Option("--revision", help="Of a hub model.")] = "main",
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the model's own code.")
-    ] = False,
 ) -> None:
-    """Evaluate on maths benchmarks: greedy pass@1, and pass@k of samples. Stopped, it goes on with the same command."""
-    if temperature is not None and (not samples or not 0 < temperature < float("inf")):
-        raise UserError(
-            f"--temperature {temperature} must be > 0 and goes with --samples; without them it is greedy"
-        )
+    """Evaluate on math benchmarks: greedy pass@1, and pass@k of samples.
+
+    The same command continues a stopped evaluation.
+    """
     from eepo import assemble
-    from eepo.evaluation.benchmark_run import BenchmarkOptions
     from eepo.reports.benchmark_tables import (
-        measures_grid,
+        format_terminal,
+        measures_table,
         model_label,
         read_result,
-        terminal,
-        write_tables,
+        write_benchmark_tables,
     )
 
-    names = tuple(name.strip() for name in benchmarks.split(",") if name.strip())
-    options = BenchmarkOptions(
-        model=model,
-        benchmarks=names,
-        data_dir=data_dir,
-        num_samples=samples,
-        temperature=1.0 if temperature is None else temperature,
-        seed=seed,
-        max_new_tokens=max_new_tokens,
-        max_prompt_tokens=max_prompt_tokens,
-        limit=limit,
-        template=template,
-        reward=reward,
-        max_rows=max_rows,
-        device=device,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-    )
-    progress, folder = Progress(), out or Path("evaluations") / model_label(model)
-    found = assemble.build_evaluation(options, folder, progress).run()
-    files = [found, *write_tables([folder], folder)]
-    progress.console.print(terminal(measures_grid(read_result(folder)), progress.console.width))
+    progress, folder = Progress(), out or Path("evaluations") / model_label(options.model)
+    results = assemble.build_evaluation(options, folder, progress).run()
+    files = [results, *write_benchmark_tables([folder], folder)]
+    table = measures_table(read_result(folder))
+    progress.console.print(format_terminal(table, progress.console.width))
     progress.say(f"results: {', '.join(map(str, files))}; completions: {folder / 'completions'}")
 
 
 @app.command()
 def table(
     folders: Annotated[
-        list[str], typer.Argument(help="Evaluations, in the order of the rows; or LABEL=FOLDER.")
+        list[str],
+        typer.Argument(help="Folders of evaluations, in the order of the rows; or LABEL=FOLDER."),
     ],
-    out: Annotated[Path, typer.Option("--out", help="Folder of the tables.")] = Path("tables"),
+    out: Annotated[Path, typer.Option("--out", help="Folder for the tables.")] = Path("tables"),
 ) -> None:
-    """Put evaluations of several models into one table, in Markdown and LaTeX."""
-    from eepo.reports.benchmark_tables import accuracy_grid, read_result, terminal, write_tables
+    """Write the evaluations of several models into one table, in Markdown and LaTeX."""
+    from eepo.reports.benchmark_tables import (
+        accuracy_table,
+        format_terminal,
+        read_result,
+        write_benchmark_tables,
+    )
 
     progress = Progress()
-    files = write_tables(folders, out)
-    grid = accuracy_grid([read_result(folder) for folder in folders])
-    progress.console.print(terminal(grid, progress.console.width))
+    files = write_benchmark_tables(folders, out)
+    accuracies = accuracy_table([read_result(folder) for folder in folders])
+    progress.console.print(format_terminal(accuracies, progress.console.width))
     progress.say(f"tables: {', '.join(map(str, files))}")
 
 
 @app.command("export-verl")
 def export_verl(recipe: Recipe, overrides: Overrides = None) -> None:
-    """Print a recipe as a command line for verl (`pip install 'eepo[verl]'`), for clusters: the same numbers there."""
+    """Print a command line that trains the same recipe with verl (`pip install 'eepo[verl]'`)."""
     from eepo.adapters.verl.export import command_line
     from eepo.recipe import load_run
 
     print(command_line(load_run(recipe, overrides or ())))
 
 
-def _say_start(out: Path, resume: bool, progress: Progress) -> None:
-    """--resume is no mistake where nothing is yet, for scripts that always give it; but --out may be misspelt."""
+def _print_if_nothing_to_resume(out: Path, resume: bool, progress: Progress) -> None:
+    """Print that the run starts at step 1.
+
+    Scripts may always give --resume, so this is no error. The line helps if --out is misspelt.
+    """
     if resume and not (out / "recipe.toml").exists():
         progress.say(f"no run in {out} yet: starts at step 1")
 
@@ -414,26 +429,29 @@ def _compare(
     from eepo.experiments.compare import compare
     from eepo.recipe import load_run
 
-    folders = compare(
-        [load_run(name, overrides or ()) for name in names], seeds, out, progress, equal_time
-    )
+    configs = [load_run(name, overrides or ()) for name in names]
+    folders = compare(configs, seeds, out, progress, equal_time)
     _report(folders, out / "report.html", progress)
 
 
-def _swept(out: Path, lines: list[Run], measure: str, on: str, progress: Progress) -> None:
+def _write_sweep(out: Path, line_runs: list[Run], plot: PlotOptions, progress: Progress) -> None:
     from eepo.reports import comparison_rows, terminal_table
-    from eepo.reports.sweep_figure import write_hyper
-    from eepo.reports.sweep_tables import make_scale, read_sweep, sweep_sentences, write_tables
+    from eepo.reports.sweep_figure import write_sweep_figure
+    from eepo.reports.sweep_tables import (
+        make_criterion,
+        read_sweep,
+        sweep_sentences,
+        write_sweep_tables,
+    )
 
     result = read_sweep(out)
     if not result.runs:
         return
-    scale = make_scale([*result.runs, *lines], measure, on)
-    files = write_tables(result, scale, lines) + write_hyper(
-        [result], lines, scale, out / "sweep.png"
-    )
+    criterion = make_criterion([*result.runs, *line_runs], plot.measure, plot.on)
+    files = write_sweep_tables(result, criterion, line_runs)
+    files += write_sweep_figure([result], line_runs, criterion, out / "sweep.png")
     progress.console.print(terminal_table(comparison_rows(result.runs)))
-    for sentence in sweep_sentences(result, scale, lines):
+    for sentence in sweep_sentences(result, criterion, line_runs):
         progress.say(sentence)
     progress.say(f"sweep: {', '.join(map(str, files))}")
 
@@ -456,7 +474,7 @@ def _report(folders: list[Path], out: Path, progress: Progress) -> None:
 
 
 def main() -> None:
-    """User errors become one line; everything else is a bug and keeps its traceback."""
+    """Run a command. A user error becomes one line; any other error is a bug with a traceback."""
     try:
         app()
     except UserError as error:

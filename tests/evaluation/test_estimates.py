@@ -1,4 +1,4 @@
-"""Estimates against enumeration and against numbers worked out by hand."""
+"""Tests of the estimates, against enumeration and numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from eepo.evaluation.estimates import (
     bootstrap_interval,
     grouped_bootstrap_interval,
-    majority,
+    majority_accuracy,
     pass_at_k,
     powers_of_two,
     seed_interval,
@@ -40,11 +40,11 @@ def test_pass_at_k_is_the_exact_quotient_of_binomials(
     assert pass_at_k(num_samples, num_correct, k) == pytest.approx(float(1 - without), abs=1e-11)
 
 
-def test_pass_at_k_is_unbiased_where_the_plain_estimate_is_not() -> None:
-    """Over all outcomes of 6 draws that are right with p = 0.2, its mean is 1 − 0.8^k."""
+def test_pass_at_k_is_unbiased() -> None:
+    """The mean over all outcomes of 6 samples, each correct with p = 0.2, is 1 − 0.8^k."""
     for k in range(1, 7):
-        chances = [math.comb(6, right) * 0.2**right * 0.8 ** (6 - right) for right in range(7)]
-        mean = sum(chance * pass_at_k(6, right, k) for right, chance in enumerate(chances))
+        chances = [math.comb(6, n) * 0.2**n * 0.8 ** (6 - n) for n in range(7)]
+        mean = sum(chance * pass_at_k(6, n, k) for n, chance in enumerate(chances))
         assert mean == pytest.approx(1 - 0.8**k, abs=1e-12)
 
 
@@ -68,14 +68,14 @@ def test_pass_at_k_refuses_impossible_counts(num_samples: int, num_correct: int,
 
 
 @pytest.mark.parametrize(
-    ("most", "expected"),
+    ("limit", "expected"),
     [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (24, [1, 2, 4, 8, 16, 24]), (32, [1, 2, 4, 8, 16, 32])],
 )
-def test_powers_of_two_end_with_the_number_itself(most: int, expected: list[int]) -> None:
-    assert powers_of_two(most) == expected
+def test_powers_of_two_end_with_the_limit_itself(limit: int, expected: list[int]) -> None:
+    assert powers_of_two(limit) == expected
 
 
-def test_bootstrap_interval_is_the_normal_one_for_many_problems() -> None:
+def test_bootstrap_interval_matches_the_normal_interval_for_many_problems() -> None:
     values = [1.0] * 120 + [0.0] * 280
     low, high = bootstrap_interval(values)
     half = 1.96 * math.sqrt(0.3 * 0.7 / 400)
@@ -84,7 +84,10 @@ def test_bootstrap_interval_is_the_normal_one_for_many_problems() -> None:
 
 
 def test_bootstrap_interval_covers_the_mean_of_a_known_distribution_95_times_in_100() -> None:
-    """Pass rates that are Beta(2, 3) over problems, mean 0.4; the interval is a little narrow at 60 problems."""
+    """Pass rates follow Beta(2, 3), mean 0.4.
+
+    With only 60 problems the interval is slightly too narrow.
+    """
     rng = random.Random(0)
     covered = 0
     for seed in range(600):
@@ -95,8 +98,8 @@ def test_bootstrap_interval_covers_the_mean_of_a_known_distribution_95_times_in_
     assert covered / 600 == pytest.approx(0.945, abs=0.025)
 
 
-def test_grouped_bootstrap_is_over_the_problems_of_each_group() -> None:
-    """Deviation of (m₁ + m₂) / 2 is ½ √(s₁²/n₁ + s₂²/n₂); between the groups nothing is drawn."""
+def test_grouped_bootstrap_resamples_problems_within_each_group() -> None:
+    """The standard deviation of (m₁ + m₂) / 2 is ½ √(s₁²/n₁ + s₂²/n₂)."""
     small, large = [1.0, 0.0] * 15, [1.0] * 100 + [0.0] * 300
     low, high = grouped_bootstrap_interval([small, large], draws=4000)
     half = 1.96 * math.sqrt(0.25 / 30 + 0.1875 / 400) / 2
@@ -105,11 +108,11 @@ def test_grouped_bootstrap_is_over_the_problems_of_each_group() -> None:
     assert grouped_bootstrap_interval([[0.0] * 9, [1.0] * 5]) == (0.5, 0.5)
 
 
-def test_groups_of_one_size_are_drawn_apart() -> None:
+def test_groups_of_equal_size_are_resampled_independently() -> None:
     values = [1.0, 0.0] * 20
     low, high = bootstrap_interval(values)
-    apart_low, apart_high = grouped_bootstrap_interval([values] * 4)
-    assert apart_high - apart_low == pytest.approx((high - low) / 2, rel=0.15)
+    grouped_low, grouped_high = grouped_bootstrap_interval([values] * 4)
+    assert grouped_high - grouped_low == pytest.approx((high - low) / 2, rel=0.15)
 
 
 @pytest.mark.parametrize(
@@ -121,14 +124,15 @@ def test_groups_of_one_size_are_drawn_apart() -> None:
         ("a+ b- c-", 1 / 3),
         (". . . a+", 1.0),  # completions without an answer do not vote
         (". . .", 0.0),
-        ("a+ a- b-", 0.5),  # a grader of two minds about one answer
+        ("a+ a- b-", 0.5),  # the grader accepts only one of two equal answers
         ("", 0.0),
     ],
 )
-def test_majority_shares_ties(votes: str, expected: float) -> None:
+def test_majority_accuracy_averages_over_ties(votes: str, expected: float) -> None:
     words = votes.split()
     answers = [None if word == "." else word[0] for word in words]
-    assert majority(answers, [word.endswith("+") for word in words]) == pytest.approx(expected)
+    correct = [word.endswith("+") for word in words]
+    assert majority_accuracy(answers, correct) == pytest.approx(expected)
 
 
 def test_bootstrap_interval_has_no_width_without_spread() -> None:
@@ -143,10 +147,9 @@ def test_bootstrap_interval_is_repeatable() -> None:
     assert bootstrap_interval(values, seed=3) != bootstrap_interval(values, seed=4)
 
 
-def test_seed_interval_is_students() -> None:
-    interval = seed_interval(
-        [1.0, 2.0, 3.0]
-    )  # mean 2, deviation 1, t for 2 degrees of freedom 4.303
+def test_seed_interval_uses_the_t_distribution() -> None:
+    # Mean 2, standard deviation 1; t is 4.303 for 2 degrees of freedom.
+    interval = seed_interval([1.0, 2.0, 3.0])
     assert interval == pytest.approx((2 - 4.303 / math.sqrt(3), 2 + 4.303 / math.sqrt(3)))
 
 
@@ -163,11 +166,11 @@ def test_seed_interval_covers_the_mean_95_times_in_100() -> None:
     assert covered / 4000 == pytest.approx(0.95, abs=0.015)
 
 
-def test_one_seed_says_nothing_of_the_spread() -> None:
+def test_one_seed_has_no_interval() -> None:
     assert seed_interval([0.5]) is None
 
 
-def test_seed_interval_goes_on_past_its_table() -> None:
+def test_seed_interval_of_more_seeds_than_the_table_has() -> None:
     values = [float(index % 2) for index in range(32)]  # 31 degrees of freedom
     low, high = seed_interval(values) or (0.0, 0.0)
     assert (low + high) / 2 == pytest.approx(0.5)

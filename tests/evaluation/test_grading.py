@@ -1,4 +1,4 @@
-"""`eepo grade`: the same lines in the same order, and every bad line named."""
+"""Tests of `eepo grade`: verdicts in the order of the lines, and errors that name the line."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from eepo.types import UserError
 
 
 def write(path: Path, *rows: Any) -> Path:
-    path.write_text(
-        "".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows)
-    )
+    lines = [row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows]
+    path.write_text("".join(lines), encoding="utf-8", errors="surrogateescape")
     return path
 
 
@@ -26,7 +25,7 @@ def grade(path: Path, *options: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-def test_lines_come_back_in_order_with_a_verdict_and_all_their_keys(tmp_path: Path) -> None:
+def test_lines_keep_their_order_and_keys_and_get_a_verdict(tmp_path: Path) -> None:
     rows = [
         {"gold": "1/2", "completion": r"\boxed{0.5}", "id": 7},
         {"gold": "52_8", "completion": r"\boxed{52_9}"},
@@ -35,8 +34,8 @@ def test_lines_come_back_in_order_with_a_verdict_and_all_their_keys(tmp_path: Pa
         {"gold": "x", "completion": r"\boxed{\frac{\frac}}"},
     ]
     graded = grade(write(tmp_path / "in.jsonl", *rows), "--workers", "1")
-    found = [{key: row[key] for key in row if key not in ("correct", "reason")} for row in graded]
-    assert found == rows
+    inputs = [{key: row[key] for key in row if key not in ("correct", "reason")} for row in graded]
+    assert inputs == rows
     assert [(row["correct"], row["reason"]) for row in graded] == [
         (True, "same number"),
         (False, "different"),
@@ -46,7 +45,7 @@ def test_lines_come_back_in_order_with_a_verdict_and_all_their_keys(tmp_path: Pa
     ]
 
 
-def test_more_lines_than_a_chunk_and_a_file_to_write(tmp_path: Path) -> None:
+def test_output_file_with_more_lines_than_a_chunk(tmp_path: Path) -> None:
     path = write(
         tmp_path / "in.jsonl",
         *({"gold": str(n % 7), "completion": f"#### {n % 5}"} for n in range(1234)),
@@ -57,7 +56,7 @@ def test_more_lines_than_a_chunk_and_a_file_to_write(tmp_path: Path) -> None:
     assert [row["correct"] for row in graded] == [n % 7 == n % 5 for n in range(1234)]
 
 
-def test_a_function_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reward_may_be_a_user_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text(
         "def longer(answer, completion):\n    return len(completion) > int(answer)\n"
     )
@@ -71,35 +70,36 @@ def test_a_function_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{", "in.jsonl:2: not valid JSON"),
+        ("{", "in.jsonl:2: not JSON"),
         ("[1]", "in.jsonl:2: must be an object"),
         ('{"gold": "1"}', 'in.jsonl:2: has no "completion"; its keys are gold'),
         ('{"completion": "1"}', 'in.jsonl:2: has no "gold"'),
         ('{"gold": "1", "completion": 5}', 'in.jsonl:2: "completion" must be a string, got 5'),
         (
             '{"gold": null, "completion": "5"}',
-            'in.jsonl:2: "gold" must be a string that is not empty, or a number, got null',
+            'in.jsonl:2: "gold" must be a non-empty string or a number, got null',
         ),
         ('{"gold": " ", "completion": "5"}', 'in.jsonl:2: "gold" must be'),
         ('{"gold": NaN, "completion": "5"}', 'in.jsonl:2: "gold" must be'),
-        ('{"gold": ' + "9" * 5000 + "}", "in.jsonl:2: not valid JSON"),
-        ("[" * 100_000, "in.jsonl:2: not valid JSON"),
+        ('{"gold": ' + "9" * 5000 + "}", "in.jsonl:2: not JSON"),
+        ("[" * 100_000, "in.jsonl:2: not JSON"),
+        ('{"gold": "\udcff", "completion": "5"}', "in.jsonl:2: not UTF-8"),
     ],
     ids=lambda text: text[:20],
 )
-def test_a_bad_line_is_named(line: str, words: str, tmp_path: Path) -> None:
+def test_a_bad_line_is_named_in_the_error(line: str, words: str, tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", {"gold": "1", "completion": "1"}, line + "\n")
     with pytest.raises(UserError) as caught:
         CliRunner().invoke(app, ["grade", str(path), "--reward", "exact"], catch_exceptions=False)
     assert words in str(caught.value)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         CliRunner().invoke(app, ["grade", str(tmp_path / "no.jsonl")], catch_exceptions=False)
 
 
-def test_the_input_may_be_the_output_and_a_failure_loses_nothing(tmp_path: Path) -> None:
+def test_output_may_replace_the_input_and_an_error_keeps_the_input(tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", {"gold": "1", "completion": "1"})
     grade(path, "--out", str(path), "--reward", "exact")
     assert json.loads(path.read_text())["correct"] is True
@@ -114,14 +114,14 @@ def test_the_input_may_be_the_output_and_a_failure_loses_nothing(tmp_path: Path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["in.jsonl"]
 
 
-def test_the_folder_of_the_output_is_made(tmp_path: Path) -> None:
+def test_output_folder_is_created(tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", {"gold": "1", "completion": "1"})
     grade(path, "--out", str(tmp_path / "new" / "deep" / "out.jsonl"), "--reward", "exact")
     assert json.loads((tmp_path / "new" / "deep" / "out.jsonl").read_text())["correct"] is True
 
 
 @pytest.mark.parametrize("out", ["in.jsonl/out.jsonl", "."])
-def test_an_output_that_cannot_be_written(out: str, tmp_path: Path) -> None:
+def test_an_unwritable_output_is_an_error(out: str, tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", {"gold": "1", "completion": "1"})
     with pytest.raises(UserError, match="cannot be written"):
         CliRunner().invoke(
@@ -129,7 +129,7 @@ def test_an_output_that_cannot_be_written(out: str, tmp_path: Path) -> None:
         )
 
 
-def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('{"gold": "1", "completion": "1"}\n', encoding="utf-8-sig")
     assert grade(path, "--reward", "exact")[0]["correct"] is True

@@ -1,1 +1,1 @@
-"""Sample, grade, estimate. What a policy can do, on prompts it was not trained on."""
+"""Samples, grades and estimates: measures a policy on prompts that it was not trained on."""

@@ -1,7 +1,8 @@
-"""Evaluate on benchmarks: every problem once greedily, as the paper does, and then `num_samples` times drawn.
+"""Evaluates a model on benchmarks: one greedy and `num_samples` sampled completions per problem.
 
-Completions are graded and written down part by part. A stopped evaluation goes on with the first part that is not
-whole: parts are the same again, and draws belong to the row, so nothing tells afterwards that it was stopped.
+Completions are graded and written chunk by chunk. A stopped evaluation continues with the first
+incomplete chunk. The result is the same as without the stop: chunks have the same boundaries, and
+random draws depend on the prompt and the sample index only.
 """
 
 from __future__ import annotations
@@ -23,125 +24,121 @@ from eepo.types import Completion, Prompt, Sampling, UserError, Verdict
 
 
 @dataclass(frozen=True)
-class BenchmarkOptions:
-    """What `eepo eval` can be told."""
-
-    model: str
-    benchmarks: tuple[str, ...]
-    data_dir: str = ""  # empty: from the hub
-    num_samples: int = 0  # for each problem, beside the greedy one
-    temperature: float = 1.0
-    seed: int = 0
-    max_new_tokens: int = 4096
-    max_prompt_tokens: int = 1024  # longer prompts are left out, and counted
-    limit: int = 0  # only so many problems of each benchmark, its first ones; 0: all
-    template: str | None = None  # None: the run's own, else "boxed"
-    reward: str = "math"  # the grader, by the name that recipes use
-    max_rows: int = 128  # completions sampled at the same time
-    device: str = "auto"
-    revision: str = "main"
-    trust_remote_code: bool = False
-
-
-@dataclass(frozen=True)
 class _Pass:
-    """Once through all problems of a benchmark."""
+    """Describes one pass over all problems of a benchmark."""
 
     kind: str  # greedy | sample
-    num_samples: int  # for each problem
+    num_samples: int  # per problem
     sampling: Sampling
-    first_line: int  # in the benchmark's file
+    first_line: int  # index of its first line in the benchmark's file
 
 
 @dataclass
 class BenchmarkEvaluation:
-    """`engine` holds the weights to be judged; `store` is open."""
+    """Evaluates the weights that `engine` holds, and writes to the open `store`."""
 
     engine: RolloutEngine
     reward: Reward
     sets: list[PromptSet]
     store: Store
     num_samples: int
-    sampling: Sampling  # of the samples; its stream is set here, for each benchmark
+    sampling: Sampling  # of the samples; the stream is set for each benchmark
     max_rows: int
     progress: Progress
 
     def run(self) -> Path:
-        """Sample and grade what is missing; returns the file of the results."""
-        for one in self.sets:
-            for once in self._passes(one):
-                self._finish(one, once)
+        """Sample and grade what is missing; return the path of the results."""
+        for prompt_set in self.sets:
+            for sampling_pass in self._passes(prompt_set):
+                self._complete(prompt_set, sampling_pass)
         return write_results(self.store.folder)
 
-    def _passes(self, one: PromptSet) -> list[_Pass]:
-        length, seed = self.sampling.max_new_tokens, self.sampling.seed
+    def _passes(self, prompt_set: PromptSet) -> list[_Pass]:
+        temperature, length = self.sampling.temperature, self.sampling.max_new_tokens
         passes = [_Pass("greedy", 1, Sampling(0.0, length), first_line=0)]
         if self.num_samples:
-            drawn = Sampling(
-                self.sampling.temperature, length, seed, stream=f"benchmark/{one.name}"
-            )
-            passes.append(_Pass("sample", self.num_samples, drawn, first_line=len(one.prompts)))
+            stream = f"benchmark/{prompt_set.name}"
+            sampling = Sampling(temperature, length, self.sampling.seed, stream)
+            first_line = len(prompt_set.prompts)
+            passes.append(_Pass("sample", self.num_samples, sampling, first_line))
         return passes
 
-    def _finish(self, one: PromptSet, once: _Pass) -> None:
-        part = max(1, self.max_rows // once.num_samples)  # problems
-        done, right = self._go_on(one, once, part)
-        title = one.title + (f", {once.num_samples} samples" if once.kind == "sample" else "")
-        with self.progress.bar(title, len(one.prompts), done) as bar:
-            for start in range(done, len(one.prompts), part):
-                prompts = one.prompts[start : start + part]
-                rows = self._evaluate(prompts, once)
-                self.store.append(one.name, rows)
-                right += sum(row["reward"] >= 1 for row in rows)
-                share = right / once.num_samples / (start + len(prompts))
-                bar.advance(len(prompts), note=f"{share:.1%} right")
+    def _complete(self, prompt_set: PromptSet, sampling_pass: _Pass) -> None:
+        """Evaluate the problems of this pass that are not done yet."""
+        prompts, num_samples = prompt_set.prompts, sampling_pass.num_samples
+        chunk_size = max(1, self.max_rows // num_samples)  # problems per chunk
+        num_done, num_correct = self._discard_incomplete_chunk(
+            prompt_set, sampling_pass, chunk_size
+        )
+        title = prompt_set.title
+        if sampling_pass.kind == "sample":
+            title += f", {num_samples} samples"
+        with self.progress.bar(title, len(prompts), num_done) as bar:
+            for start in range(num_done, len(prompts), chunk_size):
+                chunk = prompts[start : start + chunk_size]
+                rows = self._evaluate(chunk, sampling_pass)
+                self.store.append(prompt_set.name, rows)
+                num_correct += _count_correct(rows)
+                share = num_correct / num_samples / (start + len(chunk))
+                bar.advance(len(chunk), note=f"{share:.1%} correct")
 
-    def _go_on(self, one: PromptSet, once: _Pass, part: int) -> tuple[int, int]:
-        """How many problems are done, always a whole number of parts, and how many completions of them are right."""
-        rows = self.store.rows(one.name)[once.first_line :]
-        expected = [
-            (prompt.id, once.kind) for prompt in one.prompts for _ in range(once.num_samples)
-        ]
-        if [(row["id"], row["kind"]) for row in rows[: len(expected)]] != expected[: len(rows)]:
+    def _discard_incomplete_chunk(
+        self, prompt_set: PromptSet, sampling_pass: _Pass, chunk_size: int
+    ) -> tuple[int, int]:
+        """Remove the rows of an incomplete chunk from the store.
+
+        Return how many problems are done and how many of their completions are correct.
+        """
+        name, prompts, num_samples = prompt_set.name, prompt_set.prompts, sampling_pass.num_samples
+        kind, first_line = sampling_pass.kind, sampling_pass.first_line
+        rows = self.store.rows(name)[first_line:]
+        expected = [(prompt.id, kind) for prompt in prompts for _ in range(num_samples)]
+        written = [(row["id"], row["kind"]) for row in rows[: len(expected)]]
+        if written != expected[: len(rows)]:
             raise UserError(
-                f"{self.store.path(one.name)}: lines are missing or out of order; remove the file"
+                f"{self.store.path(name)}: lines are missing or out of order; remove the file"
             )
-        done = min(len(one.prompts), len(rows) // once.num_samples)
-        if done < len(one.prompts):
-            done -= done % part
-            self.store.keep(one.name, once.first_line + done * once.num_samples)
-        return done, sum(row["reward"] >= 1 for row in rows[: done * once.num_samples])
+        num_done = min(len(prompts), len(rows) // num_samples)
+        if num_done < len(prompts):
+            num_done -= num_done % chunk_size
+            self.store.truncate(name, first_line + num_done * num_samples)
+        return num_done, _count_correct(rows[: num_done * num_samples])
 
-    def _evaluate(self, prompts: Sequence[Prompt], once: _Pass) -> list[dict[str, Any]]:
+    def _evaluate(self, prompts: Sequence[Prompt], sampling_pass: _Pass) -> list[dict[str, Any]]:
         try:
-            groups = self.engine.generate(prompts, once.num_samples, once.sampling)
+            groups = self.engine.generate(
+                prompts, sampling_pass.num_samples, sampling_pass.sampling
+            )
         except torch.OutOfMemoryError as error:
             raise UserError(
-                f"--max-rows {self.max_rows}: no memory for so many completions at the same time; "
-                "give fewer, and the evaluation goes on where it stopped"
+                f"--max-rows {self.max_rows}: not enough memory to sample so many completions at "
+                "the same time; give a smaller number, and the evaluation continues"
             ) from error
-        triples = [
-            (prompt, index, completion)
-            for prompt, group in zip(prompts, groups, strict=True)
-            for index, completion in enumerate(group)
-        ]
-        verdicts = self.reward.grade(
-            [prompt for prompt, _, _ in triples], [c.text for _, _, c in triples]
-        )
+        owners = [prompt for prompt, group in zip(prompts, groups, strict=True) for _ in group]
+        indices = [index for group in groups for index in range(len(group))]
+        completions = [completion for group in groups for completion in group]
+        verdicts = self.reward.grade(owners, [completion.text for completion in completions])
         return [
-            _row(once.kind, *triple, verdict)
-            for triple, verdict in zip(triples, verdicts, strict=True)
+            _row(sampling_pass.kind, *columns)
+            for columns in zip(owners, indices, completions, verdicts, strict=True)
         ]
 
 
-def weights_digest(model: Any, per_tensor: int = 64) -> str:
-    """Tells weights apart by some values of every tensor: a run trained on is another model at the same path."""
-    total = hashlib.sha256()
+def weights_digest(model: Any, values_per_tensor: int = 64) -> str:
+    """Return a digest of some values of every weight.
+
+    It detects that a model at the same path was trained further.
+    """
+    digest = hashlib.sha256()
     for name, weight in model.named_parameters():
         flat = weight.detach().flatten()
-        some = flat[:: max(1, len(flat) // per_tensor)]
-        total.update(f"{name}{tuple(weight.shape)}{some.double().tolist()}".encode())
-    return total.hexdigest()[:16]
+        values = flat[:: max(1, len(flat) // values_per_tensor)]
+        digest.update(f"{name}{tuple(weight.shape)}{values.double().tolist()}".encode())
+    return digest.hexdigest()[:16]
+
+
+def _count_correct(rows: Sequence[dict[str, Any]]) -> int:
+    return sum(row["reward"] >= 1 for row in rows)
 
 
 def _row(

@@ -1,4 +1,4 @@
-"""Numbers with honest widths: unbiased pass@k, and 95 % intervals over problems or over seeds."""
+"""Estimates unbiased pass@k, and 95 % intervals over problems or over seeds."""
 
 from __future__ import annotations
 
@@ -9,49 +9,54 @@ import numpy as np
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """The chance that k of the samples, drawn without replacement, contain a correct one."""
+    """Return the probability that k samples, drawn without replacement, contain a correct one."""
     if not 0 <= num_correct <= num_samples or not 1 <= k <= num_samples:
         raise ValueError(
             f"need 0 <= {num_correct} correct <= {num_samples} samples and 1 <= k = {k} <= samples"
         )
     if num_samples - num_correct < k:
         return 1.0
-    return 1.0 - math.prod(
-        1.0 - k / left for left in range(num_samples - num_correct + 1, num_samples + 1)
-    )
+    factors = range(num_samples - num_correct + 1, num_samples + 1)
+    return 1.0 - math.prod(1.0 - k / factor for factor in factors)
 
 
-def powers_of_two(most: int) -> list[int]:
-    """1, 2, 4, … and `most` itself: the k of a pass@k curve."""
-    ks = [2**power for power in range(most.bit_length()) if 2**power <= most]
-    return ks if ks[-1] == most else [*ks, most]
+def powers_of_two(limit: int) -> list[int]:
+    """Return 1, 2, 4, ... and `limit` itself: the values of k of a pass@k curve."""
+    ks = [2**power for power in range(limit.bit_length()) if 2**power <= limit]
+    return ks if ks[-1] == limit else [*ks, limit]
 
 
-def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
-    """Chance that the most common answer is right, ties broken at random; completions without an answer do not vote.
+def majority_accuracy(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
+    """Return the probability that the most common answer is correct; ties are broken at random.
 
-    Correctness belongs to completions: where a grader passes only some that give one answer, their share counts.
+    Completions without an answer do not vote. A grader may accept only some of the completions that
+    give the same answer. Then the share of accepted ones counts.
     """
     votes: dict[str, list[bool]] = {}
-    for answer, right in zip(answers, correct, strict=True):
+    for answer, is_correct in zip(answers, correct, strict=True):
         if answer is not None:
-            votes.setdefault(answer, []).append(right)
-    most = max(map(len, votes.values()), default=0)
-    leaders = [marks for marks in votes.values() if len(marks) == most]
-    return sum(sum(marks) / most for marks in leaders) / len(leaders) if leaders else 0.0
+            votes.setdefault(answer, []).append(is_correct)
+    if not votes:
+        return 0.0
+    most_votes = max(map(len, votes.values()))
+    shares = [sum(marks) / most_votes for marks in votes.values() if len(marks) == most_votes]
+    return sum(shares) / len(shares)
 
 
 def bootstrap_interval(
     values: Sequence[float], draws: int = 2000, seed: int = 0
 ) -> tuple[float, float]:
-    """95 % interval of the mean, over problems."""
+    """Return the 95 % bootstrap interval of the mean over problems."""
     return grouped_bootstrap_interval([values], draws, seed)
 
 
 def grouped_bootstrap_interval(
     groups: Sequence[Sequence[float]], draws: int = 2000, seed: int = 0
 ) -> tuple[float, float]:
-    """95 % interval of the mean of the groups' means: which groups is given, each group's problems are drawn again."""
+    """Return the 95 % bootstrap interval of the mean of group means.
+
+    Problems are resampled within each group. The groups stay fixed.
+    """
     generator = np.random.default_rng(seed)
     means = np.zeros(draws)
     for group in groups:
@@ -62,19 +67,20 @@ def grouped_bootstrap_interval(
     return float(low), float(high)
 
 
-# 97.5 % quantiles of Student's t for 1 to 30 degrees of freedom: the few-seeds regime, without SciPy.
-_T = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
-    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+# 97.5 % quantiles of Student's t for 1 to 30 degrees of freedom, so that SciPy is not needed.
+T_QUANTILES = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
+    2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
+    2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 )  # fmt: skip
 
 
 def seed_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """95 % t-interval of the mean over seeds; None for a single seed, which says nothing of the spread."""
+    """Return the 95 % t-interval of the mean over seeds; None for a single seed."""
     if len(values) < 2:
         return None
     array = np.asarray(values, dtype=float)
     degrees = len(array) - 1
-    quantile = _T[degrees - 1] if degrees <= len(_T) else 1.96
+    quantile = T_QUANTILES[degrees - 1] if degrees <= len(T_QUANTILES) else 1.96
     half = quantile * float(array.std(ddof=1)) / math.sqrt(len(array))
     return float(array.mean()) - half, float(array.mean()) + half

@@ -1,7 +1,8 @@
-"""What the completions of an evaluation say: a function of its folder, and nothing else.
+"""Computes the results of an evaluation from its folder alone.
 
-Each problem gives one value for each measure; a benchmark's number is their mean, with a 95 % bootstrap interval over
-problems. The average is over benchmarks, each of equal weight as in the paper's tables, drawn anew within each.
+Each problem has one value per measure. The result of a benchmark is their mean, with a 95 %
+bootstrap interval over problems. The average gives every benchmark the same weight, as in the
+paper's tables; its interval resamples problems within each benchmark.
 """
 
 from __future__ import annotations
@@ -11,62 +12,74 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eepo.evaluation.estimates import grouped_bootstrap_interval, majority, pass_at_k, powers_of_two
+from eepo.evaluation.estimates import (
+    grouped_bootstrap_interval,
+    majority_accuracy,
+    pass_at_k,
+    powers_of_two,
+)
 from eepo.evaluation.store import Store
-from eepo.runs.runlog import write_whole
+from eepo.runs.runlog import write_atomically
 
 RESULTS = "results.json"
-Values = dict[str, list[float]]  # measure -> one value for each problem
+Values = dict[str, list[float]]  # measure -> one value per problem
 
 
 def write_results(folder: Path) -> Path:
-    write_whole(folder / RESULTS, json.dumps(results(folder), indent=2) + "\n")
+    write_atomically(folder / RESULTS, json.dumps(results(folder), indent=2) + "\n")
     return folder / RESULTS
 
 
 def results(folder: Path) -> dict[str, Any]:
-    """Benchmarks that are not evaluated to the end are left out; so are samples that are not."""
+    """Return settings, the measures of each benchmark and their average.
+
+    Benchmarks whose greedy pass is incomplete are left out, and so are incomplete samples.
+    """
     store = Store(folder)
     settings = store.settings()
     values: dict[str, Values] = {}
     for name, benchmark in settings["benchmarks"].items():
-        found = benchmark_values(
+        columns = benchmark_values(
             store.rows(name), benchmark["num_problems"], settings["num_samples"]
         )
-        if found:
-            values[name] = found
+        if columns:
+            values[name] = columns
+    measures = {
+        name: {measure: estimate([column]) for measure, column in columns.items()}
+        for name, columns in values.items()
+    }
     return {
         "settings": {key: value for key, value in settings.items() if key != "benchmarks"},
         "benchmarks": {
-            name: settings["benchmarks"][name]
-            | {"measures": {key: estimate([column]) for key, column in values[name].items()}}
-            for name in values
+            name: settings["benchmarks"][name] | {"measures": measures[name]} for name in values
         },
         "average": average(list(values.values())),
     }
 
 
 def benchmark_values(rows: Sequence[dict[str, Any]], num_problems: int, num_samples: int) -> Values:
-    """From the lines of a benchmark: greedy ones, then the samples, problem by problem."""
-    greedy, drawn = rows[:num_problems], rows[num_problems:]
+    """Return the values of each measure, or nothing if the greedy rows are incomplete.
+
+    `rows` holds the greedy completions of all problems, then the samples, problem by problem.
+    """
+    greedy, samples = rows[:num_problems], rows[num_problems:]
     if len(greedy) < num_problems:
         return {}
     values = _columns(
-        [{"greedy/accuracy": float(_right(row))} | _measures([row], "greedy") for row in greedy]
+        [{"greedy/accuracy": float(_correct(row))} | _measures([row], "greedy") for row in greedy]
     )
-    if num_samples and len(drawn) == num_problems * num_samples:
-        groups = [drawn[first : first + num_samples] for first in range(0, len(drawn), num_samples)]
+    if num_samples and len(samples) == num_problems * num_samples:
+        starts = range(0, len(samples), num_samples)
+        groups = [samples[start : start + num_samples] for start in starts]
         values |= _columns([_sample_measures(group) for group in groups])
     return values
 
 
 def average(benchmarks: Sequence[Values]) -> dict[str, dict[str, float]]:
-    """Of the measures that all benchmarks have."""
-    shared = (
-        [key for key in benchmarks[0] if all(key in other for other in benchmarks)]
-        if benchmarks
-        else []
-    )
+    """Average the measures that all benchmarks have."""
+    if not benchmarks:
+        return {}
+    shared = [key for key in benchmarks[0] if all(key in values for values in benchmarks)]
     return {key: estimate([values[key] for values in benchmarks]) for key in shared}
 
 
@@ -77,18 +90,22 @@ def estimate(groups: Sequence[Sequence[float]]) -> dict[str, float]:
 
 
 def _sample_measures(group: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Of one problem's drawn completions."""
-    number, right = len(group), [_right(row) for row in group]
+    """Return the measures of the sampled completions of one problem."""
+    n, correct = len(group), [_correct(row) for row in group]
+    answers = [row["answer"] for row in group]
     return {
-        f"samples/mean@{number}": sum(right) / number,
-        f"samples/majority@{number}": majority([row["answer"] for row in group], right),
-        **{f"samples/pass@{k}": pass_at_k(number, sum(right), k) for k in powers_of_two(number)},
+        f"samples/mean@{n}": sum(correct) / n,
+        f"samples/majority@{n}": majority_accuracy(answers, correct),
+        **{f"samples/pass@{k}": pass_at_k(n, sum(correct), k) for k in powers_of_two(n)},
         **_measures(group, "samples"),
     }
 
 
 def _measures(rows: Sequence[dict[str, Any]], kind: str) -> dict[str, float]:
-    """What stands beside accuracy: gains are often only formatting, or fewer completions cut off."""
+    """Return measures beside accuracy.
+
+    A gain in accuracy may come only from better formatting or from fewer truncated completions.
+    """
     return {
         f"{kind}/format_share": sum(row["answer"] is not None for row in rows) / len(rows),
         f"{kind}/truncated_share": sum(not row["finished"] for row in rows) / len(rows),
@@ -96,7 +113,7 @@ def _measures(rows: Sequence[dict[str, Any]], kind: str) -> dict[str, float]:
     }
 
 
-def _right(row: dict[str, Any]) -> bool:
+def _correct(row: dict[str, Any]) -> bool:
     return row["reward"] >= 1
 
 

@@ -1,4 +1,4 @@
-"""Benchmarks as a model sees them: problems in a template, with what leaves a trace in the results."""
+"""Loads benchmarks and turns their problems into prompts."""
 
 from __future__ import annotations
 
@@ -25,66 +25,73 @@ class PromptSet:
     num_left_out: int = 0  # problems whose prompt is too long
 
     def settings(self) -> dict[str, Any]:
-        """Enough to know another set of problems by, and to estimate without the problems at hand."""
-        told = json.dumps([[prompt.id, prompt.text, prompt.answer] for prompt in self.prompts])
+        """Describe the set. The digest tells it apart from sets with other problems or prompts."""
+        content = json.dumps([[prompt.id, prompt.text, prompt.answer] for prompt in self.prompts])
         return {
             "title": self.title,
             "num_problems": len(self.prompts),
             "num_left_out": self.num_left_out,
-            "digest": hashlib.sha256(told.encode()).hexdigest()[:16],
+            "digest": hashlib.sha256(content.encode()).hexdigest()[:16],
         }
 
 
-def load_sets(sources: Sequence[str], data_dir: str, limit: int) -> dict[str, list[Problem]]:
-    """The first `limit` problems (0: all) of benchmarks by name, or of the user's own files."""
-    problems: dict[str, list[Problem]] = {}
+def load_problems(sources: Sequence[str], data_dir: str, limit: int) -> dict[str, list[Problem]]:
+    """Load the first `limit` problems (0: all) of each source.
+
+    A source is the name of a benchmark, or a problem file of the user.
+    """
+    sets: dict[str, list[Problem]] = {}
     for source in sources:
-        own_file = source not in BENCHMARKS and Path(source).suffix in SUFFIXES
-        name = stem(source) if own_file else source
-        if name in problems:
+        is_file = source not in BENCHMARKS and Path(source).suffix in SUFFIXES
+        name = stem(source) if is_file else source
+        if name in sets:
             raise UserError(f"--benchmarks names {name} twice")
-        found = (
-            read_problems(source, data_dir=data_dir)
-            if own_file
-            else load_benchmark(source, data_dir)
-        )
-        problems[name] = found[: limit or None]
-    if not problems:
+        if is_file:
+            problems = read_problems(source, data_dir=data_dir)
+        else:
+            problems = load_benchmark(source, data_dir)
+        sets[name] = problems[: limit or None]
+    if not sets:
         raise UserError(
-            f"--benchmarks is empty; name some of {', '.join(BENCHMARKS)}, or files of problems"
+            f"--benchmarks is empty; give names ({', '.join(BENCHMARKS)}) or problem files"
         )
-    return problems
-
-
-def prompt_sets(
-    problems: dict[str, list[Problem]], template: str, tokenizer: Any, max_prompt_tokens: int
-) -> list[PromptSet]:
-    sets = []
-    for name, own in problems.items():
-        prompts, num_left_out = make_prompts(own, template, tokenizer, max_prompt_tokens)
-        if not prompts:
-            raise UserError(
-                f"{name}: all {num_left_out} prompts are over --max-prompt-tokens {max_prompt_tokens}"
-            )
-        title = BENCHMARKS[name].title if name in BENCHMARKS else name
-        sets.append(PromptSet(name, title, prompts, num_left_out))
     return sets
 
 
-def run_tables(model: str) -> dict[str, Any]:
-    """The recipe of the run that `model` is, or is a checkpoint of: a policy is asked as it was trained to be asked."""
+def make_prompt_sets(
+    sets: dict[str, list[Problem]], template: str, tokenizer: Any, max_prompt_tokens: int
+) -> list[PromptSet]:
+    prompt_sets = []
+    for name, problems in sets.items():
+        prompts, num_left_out = make_prompts(problems, template, tokenizer, max_prompt_tokens)
+        if not prompts:
+            raise UserError(
+                f"{name}: all {num_left_out} prompts are longer than "
+                f"--max-prompt-tokens {max_prompt_tokens}"
+            )
+        title = BENCHMARKS[name].title if name in BENCHMARKS else name
+        prompt_sets.append(PromptSet(name, title, prompts, num_left_out))
+    return prompt_sets
+
+
+def read_run_recipe(model: str) -> dict[str, Any]:
+    """Return the recipe of the run if `model` is a run or one of its checkpoints, else nothing."""
     folder = Path(model).expanduser()
-    for place in (folder, folder.parent, folder.parent.parent):
-        if folder.is_dir() and (place / "recipe.toml").is_file():
-            return recipe.read_toml(place / "recipe.toml")
+    for parent in (folder, folder.parent, folder.parent.parent):
+        if folder.is_dir() and (parent / "recipe.toml").is_file():
+            return recipe.read_toml(parent / "recipe.toml")
     return {}
 
 
-def pick_template(chosen: str | None, tables: dict[str, Any]) -> str:
-    """The user's, else that of the run if it was trained on a data set, else "boxed"."""
-    task = tables.get("task", {})
-    own = task.get("template", "boxed") if task.get("name") == "dataset" else "boxed"
-    template = own if chosen is None else chosen
+def pick_template(option: str | None, run_recipe: dict[str, Any]) -> str:
+    """Return the user's template; else the template of the run, if it used a data set; else boxed.
+
+    A policy should see prompts in the form in which it was trained.
+    """
+    template = option
+    if template is None:
+        task = run_recipe.get("task", {})
+        template = task.get("template", "boxed") if task.get("name") == "dataset" else "boxed"
     if check_template(template):
         raise UserError(
             f'--template must be "boxed", "chat" or a text with {{problem}}, got {template!r}'

@@ -1,7 +1,8 @@
-"""An evaluation is a folder: its settings, and every completion as one JSON line, for reading and for going on.
+"""Reads and writes the folder of an evaluation: its settings, and one JSON line per completion.
 
-`settings.json` says what was asked of which weights; another evaluation is refused there. Lines of a benchmark stand in
-the order in which they are sampled, so how many there are says where to go on.
+`settings.json` describes the evaluation and the weights. An evaluation with other settings is
+refused in the same folder. The lines of a benchmark are in the order of sampling, so their number
+tells where to continue.
 """
 
 from __future__ import annotations
@@ -11,40 +12,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from eepo.evaluation.options import OPTION_NAMES
 from eepo.runs.jsonl import read_records
-from eepo.runs.runlog import RunLog, write_whole
+from eepo.runs.runlog import RunLog, write_atomically
 from eepo.types import UserError
 
 SETTINGS, COMPLETIONS = "settings.json", "completions"
-SAMPLES = ("num_samples", "temperature", "seed")  # may be added to a greedy evaluation, not changed
-OPTIONS = {
-    "num_samples": "--samples"
-} | {  # settings under the name by which `eepo eval` knows them
-    name: f"--{name.replace('_', '-')}"
-    for name in (
-        "max_new_tokens",
-        "max_prompt_tokens",
-        "limit",
-        "temperature",
-        "seed",
-        "template",
-        "reward",
-    )
-}
-UNREAD = (
-    "prompt",
-    "gold",
-    "text",
-    "reason",
-)  # what no estimate needs: completions may fill gigabytes
+# Samples may be added to a greedy evaluation later. After that, these settings are fixed.
+SAMPLE_SETTINGS = ("num_samples", "temperature", "seed")
+# No estimate needs these columns. They are not kept in memory, as they may take gigabytes.
+SKIPPED_COLUMNS = ("prompt", "gold", "text", "reason")
 
 
 class Store:
+    """Accesses the folder of one evaluation."""
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def settings(self) -> dict[str, Any]:
-        """Empty where nothing was evaluated yet."""
+        """Return the settings; empty before the first evaluation."""
         path = self.folder / SETTINGS
         if self.folder.exists() and not self.folder.is_dir():
             raise UserError(f"--out {self.folder} is a file; give a folder")
@@ -56,24 +43,29 @@ class Store:
             raise UserError(f"{path}: not the settings of an evaluation: {error}") from error
 
     def check(self, settings: dict[str, Any]) -> None:
-        """Name the first setting that makes this another evaluation. Further benchmarks do not."""
+        """Refuse settings that differ from those in the folder. New benchmarks may be added."""
         before = self.settings()
-        free = ("benchmarks", *(SAMPLES if before.get("num_samples") == 0 else ()))
+        if not before:
+            return
+        may_differ = {"benchmarks"}
+        if before.get("num_samples") == 0:
+            may_differ.update(SAMPLE_SETTINGS)
         for key, new in settings.items():
-            if before and key not in free and before.get(key) != new:
-                said = f"{OPTIONS[key]} {new!r}" if key in OPTIONS else f"{key} = {new!r}"
+            if key not in may_differ and before.get(key) != new:
+                name = OPTION_NAMES.get(key, f"{key} =")
                 raise UserError(
-                    f"{said}, but the evaluation in {self.folder} has {before.get(key)!r}; give another --out"
+                    f"{name} {new!r}, but the evaluation in {self.folder} has "
+                    f"{before.get(key)!r}; give another --out"
                 )
         for name, new in settings.get("benchmarks", {}).items():
-            if before and before["benchmarks"].get(name, new) != new:
+            if before["benchmarks"].get(name, new) != new:
                 raise UserError(
-                    f"{name}: its problems or prompts are not those of the evaluation in {self.folder}; "
-                    "give another --out"
+                    f"{name}: its problems or prompts differ from those of the evaluation in "
+                    f"{self.folder}; give another --out"
                 )
 
     def open(self, settings: dict[str, Any], device: str) -> None:
-        """Begin, or go on with, the evaluation of these settings."""
+        """Start or continue the evaluation with these settings."""
         self.check(settings)
         before = self.settings()
         log = RunLog(self.folder)
@@ -81,26 +73,25 @@ class Store:
         if not before:
             log.write_environment(device)
         merged = settings | {"benchmarks": before.get("benchmarks", {}) | settings["benchmarks"]}
-        write_whole(self.folder / SETTINGS, json.dumps(merged, indent=2) + "\n")
+        write_atomically(self.folder / SETTINGS, json.dumps(merged, indent=2) + "\n")
 
     def path(self, benchmark: str) -> Path:
         return self.folder / COMPLETIONS / f"{benchmark}.jsonl"
 
     def rows(self, benchmark: str) -> list[dict[str, Any]]:
-        """What estimates need of each line."""
+        """Return the columns that estimates need."""
         path = self.path(benchmark)
         try:
             lines = read_records(path) if path.is_file() else iter(())
             return [
-                {key: value for key, value in row.items() if key not in UNREAD} for row in lines
+                {key: value for key, value in row.items() if key not in SKIPPED_COLUMNS}
+                for row in lines
             ]
-        except ValueError as error:
-            raise UserError(
-                f"{path}: a line is damaged ({error}); remove the file to evaluate again"
-            ) from error
+        except UserError as error:
+            raise UserError(f"{error}; remove the file to evaluate again") from error
 
-    def keep(self, benchmark: str, num_lines: int) -> None:
-        """Cut off what comes after: a torn line, or a part that was not finished."""
+    def truncate(self, benchmark: str, num_lines: int) -> None:
+        """Keep the first `num_lines` lines; the others are incomplete."""
         path = self.path(benchmark)
         if path.is_file():
             with path.open("r+b") as file:
