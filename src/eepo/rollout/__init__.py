@@ -1,1 +1,1 @@
-"""Engines that sample. The trainer knows only `protocols.RolloutEngine`."""
+"""Rollout engines sample completions. The trainer knows only `protocols.RolloutEngine`."""

@@ -1,19 +1,19 @@
-"""Which of the two engines in this process samples: the fast one where it can, the one that runs everywhere else."""
+"""The built-in engine: `PagedEngine` on a GPU, `TransformersEngine` elsewhere."""
 
 from __future__ import annotations
 
 import logging
 from typing import Any
 
-from eepo.model.compilation import wants_compiling
-from eepo.rollout.fused_linear import compile_packed
+from eepo.model.compilation import should_compile_layers
+from eepo.rollout.fused_linear import compile_fused
 from eepo.rollout.paged.engine import PagedEngine
 from eepo.rollout.transformers import TransformersEngine
 
 log = logging.getLogger(__name__)
 
 
-def embedded_engine(
+def builtin_engine(
     model: Any,
     tokenizer: Any,
     max_rows: int = 1024,
@@ -21,14 +21,18 @@ def embedded_engine(
     compiled: str = "auto",
     keep_bytes: int | None = None,
 ) -> TransformersEngine:
-    """Owns `model`: give it a copy that nobody trains. On a GPU it keeps `keep_bytes` of cache while it rests."""
+    """Build the built-in engine on `model`, which must be a copy that is not trained.
+
+    On a GPU, up to `keep_bytes` of KV cache stay allocated between calls. If the paged engine does
+    not support the model, a warning gives the reason and `TransformersEngine` takes its place.
+    """
     if model.device.type != "cuda":
         return TransformersEngine(model, tokenizer, max_rows, stop)
     engine = PagedEngine(model, tokenizer, max_rows, stop, keep_bytes)
-    problem = engine.unusable()
-    if problem:
-        log.warning("sampling without pages and CUDA graphs, which is slower: %s", problem)
+    reason = engine.unsupported_reason()
+    if reason:
+        log.warning("sampling is slower, without paged KV cache and CUDA graphs: %s", reason)
         return TransformersEngine(model, tokenizer, max_rows, stop)
-    if wants_compiling(model, compiled):
-        compile_packed(model)
+    if should_compile_layers(model, compiled):
+        compile_fused(model)
     return engine

@@ -1,9 +1,12 @@
-"""Products with the same input as one: queries, keys and values of a layer, and the two that an MLP begins with.
+"""Fuses linear layers that share an input: q, k and v of an attention block, gate and up of an MLP.
 
-With few rows a product takes the time to read its matrix, and a small one not even that: so few and large is fast.
-Weights lie in one tensor, and each module's own is a view of it, under its old name. Each module asks for the whole
-product and takes its part; a compiled layer is told to compute what it was asked for three times once. Modules that do
-not share their input, after all, are slow, not wrong. So is all of it in layers that are not compiled.
+With few rows a matrix product takes the time to read its weights, and small products do not
+reach full memory bandwidth. One large product is faster than several small ones.
+
+The weights of such layers move into one tensor. Each layer's weight becomes a view of it and keeps
+its name, so `load_weights` still works. Each layer computes the whole fused product and returns its
+own slice; in compiled layers, a graph pass removes the duplicate products. Without compilation, or
+if the layers do not share their input, the result is correct but slower.
 """
 
 from __future__ import annotations
@@ -18,18 +21,17 @@ from torch.fx import Graph
 from torch.nn.functional import linear
 
 from eepo.model.compilation import (
-    beside_layers,
     can_compile,
     compile_layers,
     compile_modules,
     decoder_layers,
+    norm_and_rotary_modules,
 )
-from eepo.rollout import residual
-from eepo.rollout.residual import add_in_products
 
-SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+# Names of linear layers that share their input, within one module of a decoder layer.
+FUSABLE_NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 aten = torch.ops.aten
-MERGED = {
+DEDUPLICATED_OPS = {
     aten.mm.default,
     aten.addmm.default,
     aten.view.default,
@@ -38,123 +40,141 @@ MERGED = {
 }
 
 
-class Pack(NamedTuple):
-    """Of siblings, below each other. Parameters of no module: neither saved nor loaded, and of fixed size."""
+class FusedWeights(NamedTuple):
+    """Holds the weights of several linear layers, concatenated along the output dimension.
 
-    weight: nn.Parameter  # [all outputs, inputs]
-    bias: nn.Parameter | None  # [all outputs]
+    No module registers these parameters, so they are neither saved nor loaded by themselves.
+    """
+
+    weight: nn.Parameter  # [sum of outputs, inputs]
+    bias: nn.Parameter | None  # [sum of outputs]
 
 
-class PackedLinear(nn.Linear):
-    """A linear map whose weight is some rows of a `Pack`. To write into it is fine; to move or cast it is not."""
+class FusedLinear(nn.Linear):
+    """Computes one slice of a fused product. Its weight is a view of some rows of `FusedWeights`.
 
-    pack: Pack
+    Writing into the weight is allowed. Moving, casting or copying the module is not.
+    """
+
+    fused: FusedWeights
     start: int
     end: int
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.pack.weight, self.pack.bias)[..., self.start : self.end]
+        return linear(x, self.fused.weight, self.fused.bias)[..., self.start : self.end]
 
-    def _apply(self, *given: Any, **options: Any) -> Any:
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
-            "a packed model stays on its device and in its type: its weights are views"
+            "a model with fused linear layers cannot be moved or cast: its weights are views"
         )
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise RuntimeError(
-            "a packed model is not copied: the copy's weights would be views of nothing that it uses"
+            "a model with fused linear layers cannot be copied: its weights are views"
         )
 
 
-def compute_once(graph: Graph) -> None:
-    """Of equal products in a graph the first stays. torch itself looks for such only where there are gradients.
+class DeduplicateProducts(CustomGraphPass):
+    """Runs `deduplicate_products` on a layer's graph before inductor fuses kernels."""
 
-    Equal results are then one tensor: fine for parts of a pack, which do not overlap.
+    def __call__(self, graph: Graph) -> None:
+        deduplicate_products(graph)
+
+    def uuid(self) -> Any:
+        """Identifies this pass in torch's cache of compiled code."""
+        return get_hash_for_files((__file__,))
+
+
+def deduplicate_products(graph: Graph) -> None:
+    """Keep the first of several equal matrix products. torch does this only with gradients.
+
+    Equal results then share one tensor, which is safe: slices of a fused product do not overlap.
     """
-    seen: dict[str, Any] = {}
+    first_nodes: dict[str, Any] = {}
     for node in list(graph.nodes):
-        if node.op != "call_function" or node.target not in MERGED:
+        if node.op != "call_function" or node.target not in DEDUPLICATED_OPS:
             continue
-        first = seen.setdefault(
-            f"{node.target} {node.args} {node.kwargs}", node
-        )  # a node's name is its own
+        # Node names are unique, so equal texts mean equal inputs.
+        expression = f"{node.target} {node.args} {node.kwargs}"
+        first = first_nodes.setdefault(expression, node)
         if first is not node:
             node.replace_all_uses_with(first)
             graph.erase_node(node)
 
 
-class FewerKernels(CustomGraphPass):
-    """What a compiled layer's graph goes through before torch fuses what is left."""
-
-    def __call__(self, graph: Graph) -> None:
-        compute_once(graph)
-        add_in_products(graph)
-
-    def uuid(self) -> Any:
-        """Says to torch's cache of compiled code which pass it was."""
-        return get_hash_for_files((__file__, residual.__file__))
-
-
-OPTIONS = {  # one for all: layers compiled with another are compiled again
-    "post_grad_custom_pre_pass": FewerKernels(),
-    "combo_kernels": True,  # small ones that do not wait for each other are one: queries and keys are turned together
+# One object for all layers: layers with another options object would be compiled again.
+COMPILE_OPTIONS = {
+    "post_grad_custom_pre_pass": DeduplicateProducts(),
+    # Merges small independent kernels: rotary embedding of queries and keys in one kernel.
+    "combo_kernels": True,
 }
 
 
-def compile_packed(model: Any) -> bool:
-    """As `compile_layers`, for a model that nobody trains, moves or copies: with products of one input as one.
+def compile_fused(model: Any) -> bool:
+    """Fuse linear layers, then compile the decoder layers, the last norm and the rotary embedding.
 
-    What goes before and after the layers is compiled too: little work, but in many kernels.
+    Returns False if compilation is impossible. The model must not be trained, moved or copied
+    afterwards. The last norm and the rotary embedding are little work but many kernels.
     """
     if can_compile(model):
-        pack(model)
-    if not compile_layers(model, OPTIONS):
+        fuse_linears(model)
+    if not compile_layers(model, COMPILE_OPTIONS):
         return False
-    for module in beside_layers(model):
-        compile_modules([module], OPTIONS)
+    for module in norm_and_rotary_modules(model):
+        compile_modules([module], COMPILE_OPTIONS)
     return True
 
 
 @torch.no_grad()
-def pack(model: Any) -> int:
-    """How many products are left out. Layer by layer: no more than one pack is held twice at a time."""
-    owners = Counter(
+def fuse_linears(model: Any) -> int:
+    """Fuse linear layers in place and return how many matrix products this saves.
+
+    Weights are concatenated group by group, so only one group exists twice at a time.
+    """
+    num_owners = Counter(
         id(weight) for module in model.modules() for weight in module.parameters(recurse=False)
     )
-    spared = 0
+
+    def is_shared(linear_layer: nn.Module) -> bool:
+        return any(num_owners[id(weight)] > 1 for weight in linear_layer.parameters())
+
+    num_saved = 0
     for module in [module for layer in decoder_layers(model) for module in layer.modules()]:
-        for names in SIBLINGS:
-            parts: list[Any] = [getattr(module, name, None) for name in names]
-            if _alike(parts) and all(
-                owners[id(weight)] == 1 for part in parts for weight in part.parameters()
-            ):
-                _join(parts)
-                spared += len(parts) - 1
-    return spared
+        for names in FUSABLE_NAMES:
+            linears: list[Any] = [getattr(module, name, None) for name in names]
+            if _can_fuse(linears) and not any(map(is_shared, linears)):
+                _fuse(linears)
+                num_saved += len(linears) - 1
+    return num_saved
 
 
-def _alike(parts: list[Any]) -> bool:
-    """Adapters and quantized maps are classes of their own, and stay."""
-    if not all(type(part) is nn.Linear for part in parts):
+def _can_fuse(linears: list[Any]) -> bool:
+    """Check that all are plain `nn.Linear` of one input size, dtype and device.
+
+    Adapters and quantized layers are subclasses or other classes; they are left alone.
+    """
+    if not all(type(layer) is nn.Linear for layer in linears):
         return False
-    biases = {one.weight.dtype if one.bias is None else one.bias.dtype for one in parts}
-    kinds = {
-        (one.in_features, one.bias is None, one.weight.dtype, one.weight.device) for one in parts
-    }
-    return len(kinds) == 1 and len(biases) == 1
+    first, *others = map(_signature, linears)
+    return all(other == first for other in others)
 
 
-def _join(parts: list[Any]) -> None:
-    weight = nn.Parameter(torch.cat([part.weight for part in parts]), requires_grad=False)
+def _signature(layer: nn.Linear) -> tuple[Any, ...]:
+    bias_dtype = None if layer.bias is None else layer.bias.dtype
+    return layer.in_features, layer.weight.dtype, layer.weight.device, bias_dtype
+
+
+def _fuse(linears: list[Any]) -> None:
+    weight = nn.Parameter(torch.cat([layer.weight for layer in linears]), requires_grad=False)
     bias = None
-    if parts[0].bias is not None:
-        bias = nn.Parameter(torch.cat([part.bias for part in parts]), requires_grad=False)
+    if linears[0].bias is not None:
+        bias = nn.Parameter(torch.cat([layer.bias for layer in linears]), requires_grad=False)
     start = 0
-    for part in parts:
-        end = start + part.out_features
-        part.weight.data = weight.data[start:end]
+    for layer in linears:
+        end = start + layer.out_features
+        layer.weight.data = weight.data[start:end]
         if bias is not None:
-            part.bias.data = bias.data[start:end]
-        part.__class__ = PackedLinear
-        part.pack, part.start, part.end = Pack(weight, bias), start, end
+            layer.bias.data = bias.data[start:end]
+        layer.__class__ = FusedLinear
+        layer.fused, layer.start, layer.end = FusedWeights(weight, bias), start, end
         start = end

@@ -1,7 +1,8 @@
 """Random numbers that belong to a row, not to a batch.
 
-The draw for (seed, stream, prompt, sample, position) is a hash of exactly these, so it is the same however rows are
-batched, split, reordered or resumed. No generator state exists, hence none can be lost.
+The random number for (seed, stream, prompt, sample, position) is a hash of exactly these values.
+It is the same however rows are batched, split, reordered or resumed. There is no generator state
+that could be lost.
 """
 
 from __future__ import annotations
@@ -15,6 +16,6 @@ __all__ = ["row_key", "uniforms"]
 
 
 def row_key(sampling: Sampling, prompt: Prompt, sample: int) -> int:
-    """A signed 64-bit key for one row."""
+    """Return the signed 64-bit key of one row, which determines all its random numbers."""
     name = f"{sampling.seed}\0{sampling.stream}\0{prompt.id}\0{sample}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little", signed=True)

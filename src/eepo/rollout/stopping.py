@@ -1,4 +1,4 @@
-"""Which tokens end a completion: every engine asks here, so that all of them end at the same ones."""
+"""Finds the tokens that end a completion. All engines share them, so they stop alike."""
 
 from __future__ import annotations
 
@@ -8,29 +8,32 @@ from eepo.types import UserError
 
 
 def end_tokens(model: Any, tokenizer: Any, stop: str = "") -> list[int]:
-    """What the model or its tokenizer calls an end, and every token whose text holds `stop`."""
-    return sorted({*eos_token_ids(model, tokenizer), *tokens_with(stop, tokenizer)})
+    """Return the end-of-sequence tokens and every token whose text contains `stop`."""
+    return sorted({*eos_token_ids(model, tokenizer), *tokens_containing(stop, tokenizer)})
 
 
-def tokens_with(stop: str, tokenizer: Any) -> list[int]:
-    """Every token whose text holds `stop`; a text that no single token holds is refused, as it would never stop."""
+def tokens_containing(stop: str, tokenizer: Any) -> list[int]:
+    """Return every token whose text contains `stop`.
+
+    A text that no single token contains is an error, since it would never stop a completion.
+    """
     if not stop:
         return []
-    found = [token for token in range(len(tokenizer)) if stop in tokenizer.decode([token])]
-    if not found:
+    tokens = [token for token in range(len(tokenizer)) if stop in tokenizer.decode([token])]
+    if not tokens:
         raise UserError(
-            f"rollout.stop = {stop!r}: no token of the model's vocabulary holds this text"
+            f"rollout.stop = {stop!r}: no token of the model's vocabulary contains this text"
         )
-    return found
+    return tokens
 
 
 def eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Whatever the model or its tokenizer calls an end."""
+    """Return the end-of-sequence tokens of the generation config and of the tokenizer."""
     configured = model.generation_config.eos_token_id
-    ends = [*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id]
-    found = sorted({end for end in ends if end is not None})
-    if not found:
+    ids = [*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id]
+    unique = sorted({token for token in ids if token is not None})
+    if not unique:
         raise UserError(
-            "model: neither its generation config nor its tokenizer names an end-of-sequence token"
+            "model: neither its generation config nor its tokenizer has an end-of-sequence token"
         )
-    return found
+    return unique

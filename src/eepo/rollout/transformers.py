@@ -1,7 +1,8 @@
-"""The embedded engine: samples from a `transformers` model of any decoder family, in process.
+"""Samples from any `transformers` decoder, in this process. Part of the built-in engine.
 
-Each prompt is prefilled once and shared by its samples; finished rows leave the batch; log-probabilities come from
-the same pass that samples. There is no scheduler and no paging: `max_rows` bounds memory.
+Each prompt is prefilled once and shared by its samples. Finished rows leave the batch.
+Log-probabilities come from the same pass that samples. There is no scheduler and no paged cache:
+`max_rows` bounds memory.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ from eepo.rollout.randomness import row_key, uniforms
 from eepo.rollout.stopping import end_tokens
 from eepo.types import Completion, Prompt, Sampling
 
-COMPACT_BELOW = 0.75  # rows are copied together once fewer than this share of them still run
+# Finished rows are removed once less than this share of the rows is still running.
+COMPACT_BELOW = 0.75
 
 
 class TransformersEngine:
-    """Owns `model`: give it a copy that nobody trains."""
+    """Samples with the model's own attention and KV cache, on any device.
+
+    The engine owns `model`: pass a copy that is not trained.
+    """
 
     def __init__(self, model: Any, tokenizer: Any, max_rows: int = 1024, stop: str = "") -> None:
         self.model = model.eval().requires_grad_(False)
@@ -33,7 +38,7 @@ class TransformersEngine:
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         self._weights = dict(model.named_parameters())
-        self._eos = torch.tensor(end_tokens(model, tokenizer, stop), device=self.device)
+        self.end_tokens = torch.tensor(end_tokens(model, tokenizer, stop), device=self.device)
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -43,36 +48,33 @@ class TransformersEngine:
             missing.discard(name)
         if missing:
             raise ValueError(
-                f"load_weights left {len(missing)} weights stale, such as {min(missing)}"
+                f"load_weights got no values for {len(missing)} weights, such as {min(missing)}"
             )
 
     def weights(self) -> Mapping[str, Tensor]:
         return self._weights
 
     def release_memory(self) -> None:
-        """Nothing is kept between calls."""
+        """Do nothing: no memory is kept between calls."""
 
     @torch.inference_mode()
     def generate(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling
     ) -> list[list[Completion]]:
-        """Prompts of like length go together, so that little is padding; results come back in the given order."""
-        order = sorted(range(len(prompts)), key=lambda place: len(prompts[place].token_ids))
+        """Sample prompts of similar length together, which needs little padding."""
+        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].token_ids))
         groups: list[list[Completion]] = [[] for _ in prompts]
         for start in range(0, len(order), self.max_rows):
-            places = order[start : start + self.max_rows]
-            for place, group in zip(
-                places,
-                self._groups([prompts[p] for p in places], num_samples, sampling),
-                strict=True,
-            ):
-                groups[place] = group
+            indices = order[start : start + self.max_rows]
+            batch = self._generate_batch([prompts[i] for i in indices], num_samples, sampling)
+            for index, group in zip(indices, batch, strict=True):
+                groups[index] = group
         return groups
 
-    def _groups(
+    def _generate_batch(
         self, prompts: list[Prompt], num_samples: int, sampling: Sampling
     ) -> list[list[Completion]]:
-        """All samples of prompts that fit together: one prefill, then as many samples at a time as `max_rows` lets."""
+        """Prefill all prompts together, then decode as many samples as `max_rows` allows."""
         groups: list[list[Completion]] = [[] for _ in prompts]
         cache, logits, attention_mask = self._prefill(prompts)
         per_pass = min(num_samples, max(1, self.max_rows // len(prompts)))
@@ -85,17 +87,16 @@ class TransformersEngine:
                 for s in samples
             ]
             completions = self._decode(rows, torch.tensor(keys, device=self.device), sampling)
-            for place, group in enumerate(groups):
-                group += completions[place * len(samples) : (place + 1) * len(samples)]
+            for index, group in enumerate(groups):
+                group += completions[index * len(samples) : (index + 1) * len(samples)]
         return groups
 
     def _prefill(self, prompts: list[Prompt]) -> tuple[DynamicCache, Tensor, Tensor]:
         longest = max(len(prompt.token_ids) for prompt in prompts)
         input_ids = torch.zeros(len(prompts), longest, dtype=torch.long)
         attention_mask = torch.zeros(len(prompts), longest, dtype=torch.long)
-        for row, prompt in enumerate(
-            prompts
-        ):  # padded on the left: every row's next position is the same column
+        # Padding is on the left, so the next position of every row is the same column.
+        for row, prompt in enumerate(prompts):
             input_ids[row, longest - len(prompt.token_ids) :] = torch.tensor(prompt.token_ids)
             attention_mask[row, longest - len(prompt.token_ids) :] = 1
         attention_mask = attention_mask.to(self.device)
@@ -106,8 +107,8 @@ class TransformersEngine:
 
     def _forward(
         self, input_ids: Tensor, attention_mask: Tensor, positions: Tensor, cache: DynamicCache
-    ) -> Tensor:
-        """Logits [B, V] of the last position, fp32."""
+    ) -> Tensor:  # [B, V] fp32
+        """Return the logits of the last position."""
         output = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -119,23 +120,23 @@ class TransformersEngine:
         return output.logits[:, -1].float()
 
     def _decode(self, rows: _Rows, keys: Tensor, sampling: Sampling) -> list[Completion]:
-        drawn = _Drawn(len(keys), sampling.max_new_tokens, self.device)
+        sampled = _SampledTokens(len(keys), sampling.max_new_tokens, self.device)
         for position in range(sampling.max_new_tokens):
             tokens, logprobs, entropies = sample(
-                rows.logits, uniforms(keys[rows.owner], position), sampling.temperature
+                rows.logits, uniforms(keys[rows.completions], position), sampling.temperature
             )
-            ended = torch.isin(tokens, self._eos)
-            drawn.write(rows.owner, rows.running, position, tokens, logprobs, entropies, ended)
+            ended = torch.isin(tokens, self.end_tokens)
+            sampled.write(rows, position, tokens, logprobs, entropies, ended)
             rows.stop(ended)
             if position + 1 == sampling.max_new_tokens or not rows.running.any():
                 break
             tokens = rows.compact(tokens)
             rows.logits = self._forward(tokens.unsqueeze(1), *rows.next_column(), rows.cache)
-        return drawn.completions(self.tokenizer)
+        return sampled.to_completions(self.tokenizer)
 
 
 class _Rows:
-    """The rows in flight: their cache, next logits, attention mask, and which completion each one belongs to."""
+    """Holds the rows in the batch: KV cache, next logits, attention mask, completion indices."""
 
     def __init__(
         self, cache: DynamicCache, logits: Tensor, attention_mask: Tensor, num_samples: int
@@ -144,77 +145,89 @@ class _Rows:
         self.cache = cache
         self.logits = logits.repeat_interleave(num_samples, 0)
         self.attention_mask = attention_mask.repeat_interleave(num_samples, 0)
-        self.owner = torch.arange(len(self.logits), device=logits.device)
-        self.running = torch.ones_like(self.owner, dtype=torch.bool)
+        self.completions = torch.arange(len(self.logits), device=logits.device)  # [B] indices
+        self.running = torch.ones_like(self.completions, dtype=torch.bool)  # [B]
 
     def stop(self, ended: Tensor) -> None:
         self.running &= ~ended
 
     def compact(self, tokens: Tensor) -> Tensor:
-        """Let finished rows leave, once enough of them have; returns the tokens of the rows that stay."""
+        """Remove finished rows once there are enough of them; return the tokens of the others."""
         if self.running.sum() > COMPACT_BELOW * len(self.running):
             return tokens
-        stay = self.running.nonzero().squeeze(1)
-        self.cache.batch_select_indices(stay)
-        self.owner, self.attention_mask = self.owner[stay], self.attention_mask[stay]
-        self.running = self.running[stay]
-        return tokens[stay]
+        kept = self.running.nonzero().squeeze(1)
+        self.cache.batch_select_indices(kept)
+        self.completions = self.completions[kept]
+        self.attention_mask = self.attention_mask[kept]
+        self.running = self.running[kept]
+        return tokens[kept]
 
     def next_column(self) -> tuple[Tensor, Tensor]:
-        """Attention mask and positions for one more token in each row."""
+        """Return the attention mask and the positions for one more token in each row."""
         self.attention_mask = nn.functional.pad(self.attention_mask, (0, 1), value=1)
         return self.attention_mask, self.attention_mask.sum(-1, keepdim=True) - 1
 
 
-class _Drawn:
-    """What was sampled so far, one line for each completion."""
+class _SampledTokens:
+    """Collects the sampled tokens, with one row per completion."""
 
-    def __init__(self, num_rows: int, max_new_tokens: int, device: torch.device) -> None:
-        self.tokens = torch.zeros(num_rows, max_new_tokens, dtype=torch.long, device=device)
-        self.logprobs = torch.zeros(num_rows, max_new_tokens, device=device)
-        self.entropies = torch.zeros(num_rows, max_new_tokens, device=device)
-        self.lengths = torch.zeros(num_rows, dtype=torch.long, device=device)
-        self.finished = torch.zeros(num_rows, dtype=torch.bool, device=device)
+    def __init__(self, num_completions: int, max_new_tokens: int, device: torch.device) -> None:
+        shape = num_completions, max_new_tokens
+        self.tokens = torch.zeros(shape, dtype=torch.long, device=device)
+        self.logprobs = torch.zeros(shape, device=device)
+        self.entropies = torch.zeros(shape, device=device)
+        self.lengths = torch.zeros(num_completions, dtype=torch.long, device=device)
+        self.finished = torch.zeros(num_completions, dtype=torch.bool, device=device)
 
     def write(
         self,
-        owner: Tensor,
-        running: Tensor,
+        rows: _Rows,
         position: int,
         tokens: Tensor,
         logprobs: Tensor,
         entropies: Tensor,
         ended: Tensor,
     ) -> None:
-        rows = owner[running]
-        self.tokens[rows, position] = tokens[running]
-        self.logprobs[rows, position] = logprobs[running]
-        self.entropies[rows, position] = entropies[running]
-        self.lengths[rows] = position + 1
-        self.finished[rows] = ended[running]
+        running = rows.running
+        indices = rows.completions[running]
+        self.tokens[indices, position] = tokens[running]
+        self.logprobs[indices, position] = logprobs[running]
+        self.entropies[indices, position] = entropies[running]
+        self.lengths[indices] = position + 1
+        self.finished[indices] = ended[running]
 
-    def completions(self, tokenizer: Any) -> list[Completion]:
+    def to_completions(self, tokenizer: Any) -> list[Completion]:
         lengths, finished = self.lengths.tolist(), self.finished.tolist()
+        longest = max(lengths)
         columns = [
             [
                 tuple(row[:length])
-                for row, length in zip(matrix[:, : max(lengths)].tolist(), lengths, strict=True)
+                for row, length in zip(matrix[:, :longest].tolist(), lengths, strict=True)
             ]
             for matrix in (self.tokens, self.logprobs, self.entropies)
         ]
-        texts = tokenizer.batch_decode([list(ids) for ids in columns[0]], skip_special_tokens=True)
-        return [
-            Completion(
-                token_ids=tokens, logprobs=logprobs, text=text, finished=done, entropies=entropies
-            )
-            for tokens, logprobs, entropies, text, done in zip(
-                *columns, texts, finished, strict=True
-            )
-        ]
+        return build_completions(columns, finished, tokenizer)
+
+
+def build_completions(
+    columns: list[list[tuple[Any, ...]]], finished: list[Any], tokenizer: Any
+) -> list[Completion]:
+    """Build completions from their tokens, log-probabilities and entropies, in this order."""
+    texts = tokenizer.batch_decode([list(ids) for ids in columns[0]], skip_special_tokens=True)
+    return [
+        Completion(
+            token_ids=tokens,
+            logprobs=logprobs,
+            text=text,
+            finished=bool(done),
+            entropies=entropies,
+        )
+        for tokens, logprobs, entropies, text, done in zip(*columns, texts, finished, strict=True)
+    ]
 
 
 class _GrowingLayer(DynamicLayer):
-    """Keys and values in a buffer that doubles when full, instead of one concatenation for each token."""
+    """Keeps keys and values in buffers that double when full. `DynamicLayer` copies per token."""
 
     buffers: tuple[Tensor, Tensor] | None = None
 
@@ -226,7 +239,7 @@ class _GrowingLayer(DynamicLayer):
             self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
         start, end = self.keys.shape[-2], self.keys.shape[-2] + key_states.shape[-2]
         if self.buffers is None or self.buffers[0].shape[-2] < end:
-            self.buffers = (_roomier(self.keys, end), _roomier(self.values, end))
+            self.buffers = (_grown(self.keys, end), _grown(self.values, end))
         keys, values = self.buffers
         keys[:, :, start:end], values[:, :, start:end] = key_states, value_states
         self.keys, self.values = keys[:, :, :end], values[:, :, :end]
@@ -241,14 +254,18 @@ class _GrowingLayer(DynamicLayer):
         self.buffers = None
 
 
-def _roomier(old: Tensor, least: int) -> Tensor:
-    new = old.new_empty(*old.shape[:2], max(2 * old.shape[2], least + 32), old.shape[3])
+def _grown(old: Tensor, min_length: int) -> Tensor:
+    """Copy `old` into a longer buffer."""
+    new = old.new_empty(*old.shape[:2], max(2 * old.shape[2], min_length + 32), old.shape[3])
     new[:, :, : old.shape[2]] = old
     return new
 
 
 def _growing_cache(config: Any) -> DynamicCache:
-    """The family's own cache (sliding windows and all), with its plain layers replaced by growing ones."""
+    """Return the model's own cache, with its plain layers replaced by growing ones.
+
+    Other layers, such as those of sliding windows, stay as they are.
+    """
     cache = DynamicCache(config=config)
     cache.layers = [
         _GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers

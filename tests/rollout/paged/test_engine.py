@@ -1,4 +1,7 @@
-"""The paged engine, with the kernels' plain forms: token for token what the plain engine draws, whatever is short."""
+"""The paged engine samples the same tokens as `TransformersEngine`, even when memory is short.
+
+The kernels run in plain torch here.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +21,16 @@ from torch import nn
 from eepo.model import compilation
 from eepo.model.compilation import decoder_layers
 from eepo.rollout import builtin, fused_linear
-from eepo.rollout.builtin import embedded_engine
+from eepo.rollout.builtin import builtin_engine
 from eepo.rollout.paged import engine as paged
-from eepo.rollout.paged.cuda_graphs import _sizes
+from eepo.rollout.paged.cuda_graphs import graph_sizes
 from eepo.rollout.paged.engine import PagedEngine
-from eepo.rollout.paged.scheduler import PAGE, Slots
+from eepo.rollout.paged.scheduler import PAGE_SIZE, Scheduler
 from eepo.rollout.transformers import TransformersEngine
 from eepo.types import Completion, Prompt, Sampling, UserError
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=10, seed=5, stream="train/3")
-LONG = replace(SAMPLING, max_new_tokens=PAGE + 9)
+LONG = replace(SAMPLING, max_new_tokens=PAGE_SIZE + 9)
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("qwen2", {"num_attention_heads": 6, "num_key_value_heads": 2}),
@@ -44,22 +47,22 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def prompts(tokenizer: Any) -> list[Prompt]:
-    """Of one token, of a page but one, of exactly a page, of one more, and of a few."""
+    """Prompts of a few tokens, and of one page: exactly, one token less, one token more."""
     generator = torch.Generator().manual_seed(0)
-    lengths = [1, PAGE - 1, PAGE, PAGE + 1, 7, 3]
+    lengths = [1, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, 7, 3]
     return [
         Prompt(
-            f"p{place}",
+            f"p{index}",
             "",
             tuple(torch.randint(2, len(tokenizer), (length,), generator=generator).tolist()),
         )
-        for place, length in enumerate(lengths)
+        for index, length in enumerate(lengths)
     ]
 
 
 @pytest.fixture(scope="module")
-def ending(new_model: Any) -> Callable[..., Any]:
-    """A tiny model in which every so-many-th token is an end, so that rows end at different times."""
+def ending_model(new_model: Any) -> Callable[..., Any]:
+    """Builds a tiny model that ends at every `every`-th token, so rows end at different times."""
 
     def build(family: str, every: int = 16, **shape: Any) -> Any:
         model = new_model(family, **({"max_position_embeddings": 512} | shape))
@@ -75,11 +78,11 @@ def flat(groups: list[list[Completion]]) -> list[Completion]:
 
 def assert_same(got: list[list[Completion]], expected: list[list[Completion]]) -> None:
     assert [len(group) for group in got] == [len(group) for group in expected]
-    for ours, theirs in zip(flat(got), flat(expected), strict=True):
-        assert ours.token_ids == theirs.token_ids
-        assert ours.logprobs == pytest.approx(theirs.logprobs, rel=5e-5, abs=5e-5)
-        assert ours.entropies == pytest.approx(theirs.entropies, rel=5e-5, abs=5e-5)
-        assert (ours.text, ours.finished) == (theirs.text, theirs.finished)
+    for actual, reference in zip(flat(got), flat(expected), strict=True):
+        assert actual.token_ids == reference.token_ids
+        assert actual.logprobs == pytest.approx(reference.logprobs, rel=5e-5, abs=5e-5)
+        assert actual.entropies == pytest.approx(reference.entropies, rel=5e-5, abs=5e-5)
+        assert (actual.text, actual.finished) == (reference.text, reference.finished)
 
 
 def both(model: Any, tokenizer: Any, **options: Any) -> tuple[PagedEngine, TransformersEngine]:
@@ -92,283 +95,304 @@ def both(model: Any, tokenizer: Any, **options: Any) -> tuple[PagedEngine, Trans
 @pytest.mark.parametrize(
     ("family", "shape"), FAMILIES, ids=[f"{f}-{s.get('sliding_window', '')}" for f, s in FAMILIES]
 )
-def test_every_family_draws_what_the_plain_engine_draws(
-    family: str, shape: dict[str, Any], ending: Any, tokenizer: Any, prompts: list[Prompt]
+def test_every_family_samples_the_same_tokens_as_the_plain_engine(
+    family: str, shape: dict[str, Any], ending_model: Any, tokenizer: Any, prompts: list[Prompt]
 ) -> None:
-    ours, theirs = both(ending(family, **shape), tokenizer)
-    assert ours.unusable() == ""
-    expected = theirs.generate(prompts, 3, SAMPLING)
+    paged_engine, plain_engine = both(ending_model(family, **shape), tokenizer)
+    assert paged_engine.unsupported_reason() == ""
+    expected = plain_engine.generate(prompts, 3, SAMPLING)
     assert len({len(completion.token_ids) for completion in flat(expected)}) > 4
-    assert_same(ours.generate(prompts, 3, SAMPLING), expected)
+    assert_same(paged_engine.generate(prompts, 3, SAMPLING), expected)
 
 
 @pytest.mark.parametrize("max_rows", [1, 3, 8, 11])
-def test_fewer_slots_than_rows(
-    max_rows: int, ending: Any, tokenizer: Any, prompts: list[Prompt]
+def test_rows_share_fewer_slots(
+    max_rows: int, ending_model: Any, tokenizer: Any, prompts: list[Prompt]
 ) -> None:
-    ours, theirs = both(ending("qwen3"), tokenizer, max_rows=max_rows)
-    assert_same(ours.generate(prompts, 4, SAMPLING), theirs.generate(prompts, 4, SAMPLING))
+    paged_engine, plain_engine = both(ending_model("qwen3"), tokenizer, max_rows=max_rows)
+    assert_same(
+        paged_engine.generate(prompts, 4, SAMPLING), plain_engine.generate(prompts, 4, SAMPLING)
+    )
 
 
-def test_long_rows_cross_pages_and_move_together(
-    ending: Any, tokenizer: Any, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+def test_long_rows_cross_pages_and_are_compacted(
+    ending_model: Any, tokenizer: Any, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moves: list[list[int]] = []
-    compact = Slots.compact
-    monkeypatch.setattr(Slots, "compact", lambda slots: moves.append(compact(slots)) or moves[-1])
-    ours, theirs = both(ending("llama", every=40), tokenizer)
-    expected = theirs.generate(prompts, 4, LONG)
-    assert max(len(completion.token_ids) for completion in flat(expected)) > PAGE
-    assert_same(ours.generate(prompts, 4, LONG), expected)
+    compact = Scheduler.compact
+    monkeypatch.setattr(
+        Scheduler, "compact", lambda scheduler: moves.append(compact(scheduler)) or moves[-1]
+    )
+    paged_engine, plain_engine = both(ending_model("llama", every=40), tokenizer)
+    expected = plain_engine.generate(prompts, 4, LONG)
+    assert max(len(completion.token_ids) for completion in flat(expected)) > PAGE_SIZE
+    assert_same(paged_engine.generate(prompts, 4, LONG), expected)
     assert any(move != list(range(len(move))) for move in moves)
 
 
 @pytest.mark.parametrize("max_rows", [5, 16])
-def test_short_of_memory_rows_begin_again_and_end_the_same(
+def test_rows_restart_with_the_same_tokens_when_memory_is_short(
     max_rows: int,
-    ending: Any,
+    ending_model: Any,
     tokenizer: Any,
     prompts: list[Prompt],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    ours, theirs = both(ending("llama", every=1000), tokenizer, max_rows=max_rows)
-    monkeypatch.setattr(paged, "_free_bytes", lambda device: 8 * ours.cache.page_bytes)
+    paged_engine, plain_engine = both(
+        ending_model("llama", every=1000), tokenizer, max_rows=max_rows
+    )
+    monkeypatch.setattr(paged, "_free_bytes", lambda device: 8 * paged_engine.cache.page_bytes)
     short = [prompts[0], prompts[4]]
-    longer = replace(
-        SAMPLING, max_new_tokens=2 * PAGE + 9
-    )  # one page more for each is kept free: so let them want two
-    expected = theirs.generate(short, 3, longer)
+    # One more page is kept free for each running row, so each row must need two.
+    longer = replace(SAMPLING, max_new_tokens=2 * PAGE_SIZE + 9)
+    expected = plain_engine.generate(short, 3, longer)
     with caplog.at_level(logging.WARNING, "eepo.rollout.paged.engine"):
         for _ in range(2):
-            assert_same(ours.generate(short, 3, longer), expected)
+            assert_same(paged_engine.generate(short, 3, longer), expected)
     lines = [record.getMessage() for record in caplog.records]
-    assert sum("the cache has room for" in line for line in lines) == 1  # said once
-    assert sum("completions began again" in line for line in lines) == 2
-    assert ours._buffers is not None
-    assert ours._buffers.num_pages < 12
+    assert sum("the KV cache holds" in line for line in lines) == 1  # warned once
+    assert sum("completions restarted" in line for line in lines) == 2
+    assert paged_engine._buffers is not None
+    assert paged_engine._buffers.num_pages < 12
 
 
-def test_buffers_serve_calls_of_other_sizes_and_grow(
-    ending: Any, tokenizer: Any, prompts: list[Prompt]
+def test_buffers_are_reused_for_smaller_calls_and_grow_for_larger_ones(
+    ending_model: Any, tokenizer: Any, prompts: list[Prompt]
 ) -> None:
-    ours, theirs = both(ending("qwen2"), tokenizer)
+    paged_engine, plain_engine = both(ending_model("qwen2"), tokenizer)
     kept = []
-    for some, num_samples, sampling in [
+    for some_prompts, num_samples, sampling in [
         (prompts[4:], 2, SAMPLING),
-        (prompts[5:], 1, replace(SAMPLING, max_new_tokens=3)),  # smaller: what is there serves
+        (prompts[5:], 1, replace(SAMPLING, max_new_tokens=3)),  # smaller: the buffers are reused
         (prompts, 5, SAMPLING),
         (prompts[:3], 2, LONG),
         (prompts, 5, replace(SAMPLING, stream="train/4")),
         (prompts[4:], 2, SAMPLING),
     ]:
         assert_same(
-            ours.generate(some, num_samples, sampling), theirs.generate(some, num_samples, sampling)
+            paged_engine.generate(some_prompts, num_samples, sampling),
+            plain_engine.generate(some_prompts, num_samples, sampling),
         )
-        kept.append(ours._buffers)
+        kept.append(paged_engine._buffers)
     assert kept[0] is kept[1]
     assert kept[1] is not kept[2]
 
 
-def test_a_large_cache_is_given_back_in_a_rest_and_not_before(
-    ending: Any, tokenizer: Any, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+def test_release_memory_frees_a_large_cache_that_generate_keeps(
+    ending_model: Any, tokenizer: Any, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its graphs take time to capture, and an evaluation is many calls."""
-    monkeypatch.setattr(paged, "_card_bytes", lambda device: 1)
-    ours, theirs = both(ending("llama"), tokenizer)
+    """An evaluation is many calls, and capturing its graphs for each of them would be slow."""
+    monkeypatch.setattr(paged, "_gpu_bytes", lambda device: 1)
+    paged_engine, plain_engine = both(ending_model("llama"), tokenizer)
     for _ in range(2):
         kept = []
         for _ in range(2):
-            assert_same(ours.generate(prompts, 2, SAMPLING), theirs.generate(prompts, 2, SAMPLING))
-            kept.append(ours._buffers)
+            assert_same(
+                paged_engine.generate(prompts, 2, SAMPLING),
+                plain_engine.generate(prompts, 2, SAMPLING),
+            )
+            kept.append(paged_engine._buffers)
         assert kept[0] is kept[1] is not None
-        ours.release_memory()
-        assert ours._buffers is None
-        assert ours.cache.pool is None
+        paged_engine.release_memory()
+        assert paged_engine._buffers is None
+        assert paged_engine.cache.pages is None
 
 
-def test_the_second_call_takes_what_the_first_one_held_and_keeps_it(
-    ending: Any, tokenizer: Any, prompts: list[Prompt]
+def test_second_call_allocates_what_the_first_call_needed_and_keeps_it(
+    ending_model: Any, tokenizer: Any, prompts: list[Prompt]
 ) -> None:
-    ours, theirs = both(ending("llama"), tokenizer)
-    far = replace(SAMPLING, max_new_tokens=6 * PAGE)  # but every sixteenth token is an end
-    ours.keep_bytes = 90 * ours.cache.page_bytes
-    expected = theirs.generate(prompts, 4, far)
-    assert_same(ours.generate(prompts, 4, far), expected)
-    ours.release_memory()
-    assert ours._buffers is None  # it had room for all at their longest
-    assert 0 < 24 * ours._per_slot < 70
+    paged_engine, plain_engine = both(ending_model("llama"), tokenizer)
+    # Rows end long before the limit: every sixteenth token is an end token.
+    far = replace(SAMPLING, max_new_tokens=6 * PAGE_SIZE)
+    paged_engine.keep_bytes = 90 * paged_engine.cache.page_bytes
+    expected = plain_engine.generate(prompts, 4, far)
+    assert_same(paged_engine.generate(prompts, 4, far), expected)
+    paged_engine.release_memory()
+    assert paged_engine._buffers is None  # it held all rows at full length
+    assert 0 < 24 * paged_engine._pages_per_slot < 70
     kept = []
     for _ in range(2):
-        assert_same(ours.generate(prompts, 4, far), expected)
-        ours.release_memory()
-        kept.append(ours._buffers)
+        assert_same(paged_engine.generate(prompts, 4, far), expected)
+        paged_engine.release_memory()
+        kept.append(paged_engine._buffers)
     assert kept[0] is kept[1] is not None
-    assert 24 * ours._per_slot < kept[0].num_pages <= 1 + paged.SPARE * 24 * ours._per_slot
+    assert (
+        24 * paged_engine._pages_per_slot
+        < kept[0].num_pages
+        <= 1 + paged.PAGE_MARGIN * 24 * paged_engine._pages_per_slot
+    )
 
 
-def test_where_that_was_not_enough_the_next_call_takes_all_again(
-    ending: Any, tokenizer: Any, prompts: list[Prompt]
+def test_next_call_allocates_all_pages_again_when_the_estimate_was_too_low(
+    ending_model: Any, tokenizer: Any, prompts: list[Prompt]
 ) -> None:
-    """Rows that are longer than those of the first call, of which there were fewer, too."""
-    ours, theirs = both(ending("llama"), tokenizer)
-    for ends in (ours.ends, theirs._eos):
-        ends.fill_(-1)  # none ends by itself
-    long = replace(SAMPLING, max_new_tokens=5 * PAGE)
-    ours.generate(prompts[4:5], 2, replace(SAMPLING, max_new_tokens=4))
-    assert (per_slot := ours._per_slot) > 0
-    expected = theirs.generate(prompts[4:5], 16, long)
+    """The first call has fewer and shorter rows than the later ones."""
+    paged_engine, plain_engine = both(ending_model("llama"), tokenizer)
+    for engine in (paged_engine, plain_engine):
+        engine.end_tokens.fill_(-1)  # rows end at the length limit only
+    long = replace(SAMPLING, max_new_tokens=5 * PAGE_SIZE)
+    paged_engine.generate(prompts[4:5], 2, replace(SAMPLING, max_new_tokens=4))
+    assert (per_slot := paged_engine._pages_per_slot) > 0
+    expected = plain_engine.generate(prompts[4:5], 16, long)
     sizes = []
     for _ in range(3):
-        ours._forget_buffers()
-        assert_same(ours.generate(prompts[4:5], 16, long), expected)
-        sizes.append(ours._buffers.num_pages)  # type: ignore[union-attr]
+        paged_engine._free_buffers()
+        assert_same(paged_engine.generate(prompts[4:5], 16, long), expected)
+        sizes.append(paged_engine._buffers.num_pages)  # type: ignore[union-attr]
     assert 16 * per_slot < sizes[0] < sizes[1]
     assert sizes[1] == sizes[2] > 16 * 5
 
 
-def test_many_prompts_are_prefilled_and_drawn_in_parts(
-    ending: Any, tokenizer: Any, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+def test_many_prompts_are_prefilled_and_sampled_in_parts(
+    ending_model: Any, tokenizer: Any, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(paged, "PREFILL_TOKENS", 70)
-    monkeypatch.setattr(paged, "MAX_OUTPUTS", 2 * 3 * SAMPLING.max_new_tokens)
-    ours, theirs = both(ending("llama"), tokenizer)
-    assert_same(ours.generate(prompts, 3, SAMPLING), theirs.generate(prompts, 3, SAMPLING))
+    monkeypatch.setattr(paged, "MAX_OUTPUT_TOKENS", 2 * 3 * SAMPLING.max_new_tokens)
+    paged_engine, plain_engine = both(ending_model("llama"), tokenizer)
+    assert_same(
+        paged_engine.generate(prompts, 3, SAMPLING), plain_engine.generate(prompts, 3, SAMPLING)
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.7])
-def test_temperatures(
-    temperature: float, ending: Any, tokenizer: Any, prompts: list[Prompt]
+def test_temperatures_match_the_plain_engine(
+    temperature: float, ending_model: Any, tokenizer: Any, prompts: list[Prompt]
 ) -> None:
-    ours, theirs = both(ending("qwen3"), tokenizer)
+    paged_engine, plain_engine = both(ending_model("qwen3"), tokenizer)
     sampling = replace(SAMPLING, temperature=temperature)
-    assert_same(ours.generate(prompts, 2, sampling), theirs.generate(prompts, 2, sampling))
+    assert_same(
+        paged_engine.generate(prompts, 2, sampling), plain_engine.generate(prompts, 2, sampling)
+    )
 
 
-def test_one_token_each(ending: Any, tokenizer: Any, prompts: list[Prompt]) -> None:
-    ours, theirs = both(ending("qwen3"), tokenizer)
+def test_completions_of_one_token(ending_model: Any, tokenizer: Any, prompts: list[Prompt]) -> None:
+    paged_engine, plain_engine = both(ending_model("qwen3"), tokenizer)
     sampling = replace(SAMPLING, max_new_tokens=1)
-    got = ours.generate(prompts, 3, sampling)
+    got = paged_engine.generate(prompts, 3, sampling)
     assert {len(completion.token_ids) for completion in flat(got)} == {1}
-    assert_same(got, theirs.generate(prompts, 3, sampling))
+    assert_same(got, plain_engine.generate(prompts, 3, sampling))
 
 
-def test_first_sample_goes_on_with_the_numbering(
-    ending: Any, tokenizer: Any, prompts: list[Prompt]
+def test_first_sample_continues_the_sample_indices(
+    ending_model: Any, tokenizer: Any, prompts: list[Prompt]
 ) -> None:
-    ours, theirs = both(ending("llama"), tokenizer)
+    paged_engine, plain_engine = both(ending_model("llama"), tokenizer)
     first, second = (
-        ours.generate(prompts, 2, SAMPLING),
-        ours.generate(prompts, 2, replace(SAMPLING, first_sample=2)),
+        paged_engine.generate(prompts, 2, SAMPLING),
+        paged_engine.generate(prompts, 2, replace(SAMPLING, first_sample=2)),
     )
     assert_same(
-        [a + b for a, b in zip(first, second, strict=True)], theirs.generate(prompts, 4, SAMPLING)
+        [a + b for a, b in zip(first, second, strict=True)],
+        plain_engine.generate(prompts, 4, SAMPLING),
     )
 
 
 def test_a_stop_text_ends_rows(new_model: Any, tokenizer: Any, prompts: list[Prompt]) -> None:
-    ours, theirs = both(new_model("llama"), tokenizer, stop="1")
-    expected = theirs.generate(prompts, 4, LONG)
+    paged_engine, plain_engine = both(new_model("llama"), tokenizer, stop="1")
+    expected = plain_engine.generate(prompts, 4, LONG)
     assert {completion.text[-1:] for completion in flat(expected) if completion.finished} >= {"1"}
-    assert_same(ours.generate(prompts, 4, LONG), expected)
+    assert_same(paged_engine.generate(prompts, 4, LONG), expected)
 
 
-def test_weights_loaded_between_calls_are_the_ones_sampled_from(
-    ending: Any, tokenizer: Any, prompts: list[Prompt]
+def test_generate_uses_weights_loaded_between_calls(
+    ending_model: Any, tokenizer: Any, prompts: list[Prompt]
 ) -> None:
     for family in ("qwen3", "llama"):  # a tied and an untied head
-        ours, theirs = both(ending(family), tokenizer)
-        before = ours.generate(prompts, 2, SAMPLING)
-        for engine in (ours, theirs):
-            engine.load_weights(ending(family, seed=1).named_parameters())
-        after = ours.generate(prompts, 2, SAMPLING)
+        paged_engine, plain_engine = both(ending_model(family), tokenizer)
+        before = paged_engine.generate(prompts, 2, SAMPLING)
+        for engine in (paged_engine, plain_engine):
+            engine.load_weights(ending_model(family, seed=1).named_parameters())
+        after = paged_engine.generate(prompts, 2, SAMPLING)
         assert flat(after) != flat(before)
-        assert_same(after, theirs.generate(prompts, 2, SAMPLING))
+        assert_same(after, plain_engine.generate(prompts, 2, SAMPLING))
 
 
-def test_limits_may_be_a_completions_own(
-    ending: Any, tokenizer: Any, prompts: list[Prompt]
+def test_each_completion_may_have_its_own_limit(
+    ending_model: Any, tokenizer: Any, prompts: list[Prompt]
 ) -> None:
-    class Varied(PagedEngine):
-        def limit(self, prompt: Prompt, sample: int, sampling: Sampling) -> int:
+    class VaryingLimits(PagedEngine):
+        def completion_limit(self, prompt: Prompt, sample: int, sampling: Sampling) -> int:
             return 2 + 3 * sample
 
-    model = ending("llama", every=1000)
+    model = ending_model("llama", every=1000)
     whole = TransformersEngine(model, tokenizer).generate(prompts, 3, SAMPLING)
     for got, expected in zip(
-        Varied(model, tokenizer).generate(prompts, 3, SAMPLING), whole, strict=True
+        VaryingLimits(model, tokenizer).generate(prompts, 3, SAMPLING), whole, strict=True
     ):
-        for sample, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
-            assert ours.token_ids == theirs.token_ids[: 2 + 3 * sample]
+        for sample, (limited, unlimited) in enumerate(zip(got, expected, strict=True)):
+            assert limited.token_ids == unlimited.token_ids[: 2 + 3 * sample]
 
 
-# --- families that cannot, and which engine is taken
+# --- unsupported families, and the choice of the engine
 
 
-CANNOT = [
-    ("gemma2", {}, "packed attention knows no caps"),
+UNSUPPORTED = [
+    ("gemma2", {}, "packed attention does not support softcapping"),
     (
         "gpt_oss",
         {"num_local_experts": 2, "num_experts_per_tok": 1},
-        "paged attention knows no sinks",
+        "paged attention does not support attention sinks",
     ),
     ("bloom", {}, "its attention is off by"),
 ]
 
 
-@pytest.mark.parametrize(("family", "shape", "reason"), CANNOT, ids=[one[0] for one in CANNOT])
-def test_a_family_that_cannot_says_why_and_is_left_as_it_was(
+@pytest.mark.parametrize(
+    ("family", "shape", "reason"), UNSUPPORTED, ids=[case[0] for case in UNSUPPORTED]
+)
+def test_unsupported_family_gives_a_reason_and_stays_unchanged(
     family: str, shape: dict[str, Any], reason: str, new_model: Any, tokenizer: Any
 ) -> None:
     model = new_model(family, **shape)
-    usual, ids = model.config._attn_implementation, torch.tensor([[3, 4, 5]])
+    own_attention, ids = model.config._attn_implementation, torch.tensor([[3, 4, 5]])
     with torch.no_grad():
         before = model(input_ids=ids).logits
-        assert reason in PagedEngine(model, tokenizer).unusable()
-        assert model.config._attn_implementation == usual
+        assert reason in PagedEngine(model, tokenizer).unsupported_reason()
+        assert model.config._attn_implementation == own_attention
         assert torch.equal(model(input_ids=ids).logits, before)
 
 
 @pytest.mark.parametrize("num_slots", [1, 8, 40, 100, 1024, 2000])
-def test_graphs_of_more_sizes_where_they_stay(num_slots: int) -> None:
-    few, many = (_sizes(num_slots, kept) for kept in (False, True))
+def test_kept_graphs_have_more_sizes(num_slots: int) -> None:
+    few, many = (graph_sizes(num_slots, kept) for kept in (False, True))
     assert set(few) <= set(many)
     for sizes in (few, many):
         assert sizes == sorted(set(sizes))
         assert sizes[-1] == num_slots
-    for sizes, most in ((few, 2), (many, 1.5)):
-        assert all(high <= most * low for low, high in pairwise(sizes) if low >= 64)
+    for sizes, max_ratio in ((few, 2), (many, 1.5)):
+        assert all(high <= max_ratio * low for low, high in pairwise(sizes) if low >= 64)
 
 
-def test_a_capture_is_warmed_up_once_for_its_sizes(
+def test_capture_runs_a_warm_up_step_once_per_size(
     new_model: Any,
     tokenizer: Any,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Captures are recorded here, not made: what runs inside one is a step like any other on a CPU."""
-    inside, troubles = [], []
+    """Captures are only recorded here. On a CPU, a step inside a capture is a plain step."""
+    capturing, errors = [], []
 
     @contextlib.contextmanager
     def capture(graph: Any, pool: Any) -> Iterator[None]:
-        inside.append(True)
+        capturing.append(True)
         yield
-        inside.pop()
-        if troubles:
-            raise RuntimeError(troubles.pop())
+        capturing.pop()
+        if errors:
+            raise RuntimeError(errors.pop())
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=lambda: "memory"))
     monkeypatch.setattr(torch.cuda, "graph", capture)
     engine = PagedEngine(new_model("llama"), tokenizer, 8)
-    assert engine.unusable() == ""
+    assert engine.unsupported_reason() == ""
     steps: list[str] = []
 
     def steps_of_capture(longest: int = 20) -> list[str]:
-        engine._forget_buffers()
-        engine.graphs = True
-        buffers = engine._room_for([4], 8, longest)
+        engine._free_buffers()
+        engine.graphs.enabled = True
+        buffers = engine._buffers_for([4], 8, longest)
         monkeypatch.setattr(
-            buffers, "_step", lambda size: steps.append("captured" if inside else "run")
+            buffers, "_run_step", lambda size: steps.append("captured" if capturing else "run")
         )
         steps.clear()
         buffers.state.live.fill_(1)
@@ -379,20 +403,20 @@ def test_a_capture_is_warmed_up_once_for_its_sizes(
     assert steps_of_capture() == ["run", "captured"]
     assert steps_of_capture() == ["captured"]
     assert steps_of_capture(longest=2000) == ["run", "captured"]
-    troubles.append("kernel is not loaded")
+    errors.append("kernel is not loaded")
     assert steps_of_capture() == ["captured", "run", "captured"]
-    assert engine.graphs
-    troubles.extend(["still not", "kernel is not loaded"])
+    assert engine.graphs.enabled
+    errors.extend(["still not", "kernel is not loaded"])
     with caplog.at_level(logging.WARNING):
         assert steps_of_capture() == ["captured", "run", "captured"]
-    assert not engine.graphs
+    assert not engine.graphs.enabled
     assert [record.getMessage() for record in caplog.records] == [
         "sampling without CUDA graphs: still not"
     ]
 
 
-class OnACard:
-    """A model that says it is on a GPU, to see what is chosen there."""
+class OnGPU:
+    """A model on the CPU that claims to be on a GPU."""
 
     def __init__(self, model: Any) -> None:
         self.__dict__["model"] = model
@@ -401,71 +425,74 @@ class OnACard:
         return torch.device("cuda") if name == "device" else getattr(self.model, name)
 
 
-def test_without_a_gpu_the_plain_engine_samples(new_model: Any, tokenizer: Any) -> None:
-    assert type(embedded_engine(new_model("llama"), tokenizer)) is TransformersEngine
+def test_builtin_engine_is_the_plain_engine_without_a_gpu(new_model: Any, tokenizer: Any) -> None:
+    assert type(builtin_engine(new_model("llama"), tokenizer)) is TransformersEngine
 
 
 @pytest.mark.parametrize(
-    ("family", "problem"), [("llama", ""), ("gemma2", "packed attention knows no caps")]
+    ("family", "reason"),
+    [("llama", ""), ("gemma2", "packed attention does not support softcapping")],
 )
-def test_on_a_gpu_the_paged_engine_samples_where_it_can(
+def test_builtin_engine_on_a_gpu_is_the_paged_engine_if_supported(
     family: str,
-    problem: str,
+    reason: str,
     new_model: Any,
     tokenizer: Any,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    class Here(PagedEngine):  # the model is really on the CPU; so is what the engine tries out
-        def __init__(self, model: OnACard, *args: Any) -> None:
+    class PagedOnCPU(PagedEngine):  # unwraps the model, which is on the CPU
+        def __init__(self, model: OnGPU, *args: Any) -> None:
             super().__init__(model.model, *args)
 
-    class Plain(TransformersEngine):
-        def __init__(self, model: OnACard, *args: Any) -> None:
+    class PlainOnCPU(TransformersEngine):
+        def __init__(self, model: OnGPU, *args: Any) -> None:
             super().__init__(model.model, *args)
 
-    monkeypatch.setattr(builtin, "PagedEngine", Here)
-    monkeypatch.setattr(builtin, "TransformersEngine", Plain)
+    monkeypatch.setattr(builtin, "PagedEngine", PagedOnCPU)
+    monkeypatch.setattr(builtin, "TransformersEngine", PlainOnCPU)
     with caplog.at_level(logging.WARNING):
-        engine = embedded_engine(OnACard(new_model(family)), tokenizer, 64, "", "off")
-    assert type(engine) is (Plain if problem else Here)
+        engine = builtin_engine(OnGPU(new_model(family)), tokenizer, 64, "", "off")
+    assert type(engine) is (PlainOnCPU if reason else PagedOnCPU)
     assert [record.getMessage() for record in caplog.records] == (
-        [f"sampling without pages and CUDA graphs, which is slower: {problem}"] if problem else []
+        [f"sampling is slower, without paged KV cache and CUDA graphs: {reason}"] if reason else []
     )
     assert engine.max_rows == 64
 
 
 @pytest.mark.parametrize("choice", ["on", "off"])
-def test_products_are_packed_where_layers_are_compiled(
+def test_linear_layers_are_fused_only_if_layers_are_compiled(
     choice: str, new_model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Here(PagedEngine):
-        def __init__(self, model: OnACard, *args: Any) -> None:
+    class PagedOnCPU(PagedEngine):
+        def __init__(self, model: OnGPU, *args: Any) -> None:
             super().__init__(model.model, *args)
 
-    monkeypatch.setattr(builtin, "PagedEngine", Here)
+    monkeypatch.setattr(builtin, "PagedEngine", PagedOnCPU)
     for module in (compilation, fused_linear):
         monkeypatch.setattr(module, "can_compile", lambda model: True)
     model = new_model("llama")
-    embedded_engine(OnACard(model), tokenizer, 64, "", choice)
+    builtin_engine(OnGPU(model), tokenizer, 64, "", choice)
     layers = decoder_layers(model)
     assert {bool(layer._compiled_call_impl) for layer in layers} == {choice == "on"}
     assert {type(layer.mlp.up_proj) for layer in layers} == {
-        fused_linear.PackedLinear if choice == "on" else nn.Linear
+        fused_linear.FusedLinear if choice == "on" else nn.Linear
     }
 
 
-def test_memory_for_not_even_one_completion_is_told_in_a_line(
+def test_memory_for_less_than_one_completion_is_a_user_error(
     new_model: Any, tokenizer: Any, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[int] = []
 
-    def full(engine: PagedEngine, num_pages: int, *sizes: int) -> None:
-        tried.append(num_pages)
+    def out_of_memory(
+        cache: Any, ends: Any, graphs: Any, sizes: Any, pages: int, kept: bool
+    ) -> None:
+        tried.append(pages)
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(paged, "Buffers", full)
+    monkeypatch.setattr(paged, "DecodeBuffers", out_of_memory)
     with pytest.raises(UserError, match="max_new_tokens = 200 fits"):
         PagedEngine(new_model("qwen2"), tokenizer).generate(prompts, 4, Sampling(1.0, 200))
     assert tried == sorted(tried, reverse=True)
-    assert len(tried) > 1  # first with fewer rows at a time
+    assert len(tried) > 1  # it tried fewer pages first

@@ -1,1 +1,1 @@
-"""The GPU engine: a paged KV cache, a scheduler and CUDA graphs."""
+"""The paged engine for GPUs: a paged KV cache, a scheduler and CUDA graphs."""

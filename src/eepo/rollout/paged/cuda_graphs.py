@@ -1,176 +1,198 @@
-"""What decode steps on a GPU read and write, at fixed addresses, and the CUDA graphs that know these."""
+"""Decode buffers at fixed addresses, and the CUDA graphs that read and write them."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from eepo import kernels
 from eepo.kernels.row_state import Outputs, RowState
-from eepo.model.lm_head import Head
-from eepo.rollout.paged.kv_cache import send_numbers
-from eepo.rollout.paged.scheduler import AHEAD, PAGE, SCRATCH
+from eepo.model.lm_head import LMHead
+from eepo.rollout.paged.kv_cache import PagedKVCache, int_tensor
+from eepo.rollout.paged.scheduler import PAGE_SIZE, SCRATCH_PAGE, STEPS_AHEAD
+from eepo.rollout.transformers import build_completions
 from eepo.types import Completion
-
-if TYPE_CHECKING:
-    from eepo.rollout.paged.engine import PagedEngine
 
 log = logging.getLogger(__name__)
 
 
-class Buffers:
-    """All that decode steps read and write, at fixed addresses, and the graphs that know these."""
+@dataclass(frozen=True)
+class BufferSizes:
+    """The sizes of one call that its buffers must hold."""
+
+    num_slots: int
+    max_length: int  # tokens of the longest prompt plus `max_new_tokens`
+    num_completions: int
+    max_new_tokens: int
+
+
+@dataclass
+class GraphSettings:
+    """Settings of CUDA graphs that outlive the buffers."""
+
+    enabled: bool  # turned off when a capture fails
+    # Sizes of decode steps that ran before, so that their kernels are loaded.
+    warmed_up: set[tuple[int, ...]] = field(default_factory=set)
+
+
+class DecodeBuffers:
+    """Owns the tensors that decode steps read and write, and the CUDA graphs of these steps.
+
+    A CUDA graph contains addresses, so the tensors never move. `kept` says that the buffers
+    outlive a call, which makes it worthwhile to capture graphs of more sizes.
+    """
 
     def __init__(
         self,
-        engine: PagedEngine,
+        cache: PagedKVCache,
+        end_tokens: Tensor,
+        graphs: GraphSettings,
+        sizes: BufferSizes,
         num_pages: int,
-        num_slots: int,
-        longest: int,
-        num_lines: int,
-        max_new_tokens: int,
+        kept: bool,
     ) -> None:
-        self.engine, self.num_slots, self.num_pages = engine, num_slots, num_pages
-        device = engine.device
-        self.state = RowState.of(num_slots, device)
-        self.outputs = Outputs(
-            tokens=torch.zeros(num_lines, max_new_tokens, dtype=torch.int32, device=device),
-            logprobs=torch.zeros(num_lines, max_new_tokens, device=device),
-            entropies=torch.zeros(num_lines, max_new_tokens, device=device),
-            lengths=torch.zeros(num_lines, dtype=torch.int32, device=device),
-            finished=torch.zeros(num_lines, dtype=torch.int32, device=device),
+        device, num_slots = end_tokens.device, sizes.num_slots
+        self.cache, self.end_tokens, self.graphs = cache, end_tokens, graphs
+        self.num_slots, self.num_pages = num_slots, num_pages
+        self.state = RowState.empty(num_slots, device)
+        self.outputs = _new_outputs(sizes.num_completions, sizes.max_new_tokens, device)
+        width = -(-(sizes.max_length + STEPS_AHEAD) // PAGE_SIZE) + 1
+        self.page_tables = torch.full(
+            (num_slots, width), SCRATCH_PAGE, dtype=torch.int32, device=device
         )
-        width = -(-(longest + AHEAD) // PAGE) + 1
-        self.tables = torch.full((num_slots, width), SCRATCH, dtype=torch.int32, device=device)
-        self.every = torch.arange(num_slots, device=device)
+        self.all_slots = torch.arange(num_slots, device=device)
         self.inverse_temperature = torch.zeros(1, device=device)
-        engine.cache.make(num_pages, self.tables, self.state.positions)
-        self.num_bytes = num_pages * engine.cache.page_bytes
-        self.sizes = _sizes(num_slots, self.num_bytes <= engine.keep_bytes)
+        cache.allocate(num_pages, self.page_tables, self.state.positions)
+        self.num_bytes = num_pages * cache.page_bytes
+        self.graph_sizes = graph_sizes(num_slots, kept)
         self._graphs: dict[int, Any] = {}
-        self._memory: Any = None
+        self._graph_memory: Any = None
 
-    def hold(self, num_slots: int, longest: int, num_lines: int, max_new_tokens: int) -> bool:
-        """Whether a call of these sizes finds room; pages are another matter."""
-        lines, tokens = self.outputs.tokens.shape
-        wide = self.tables.shape[1] * PAGE >= longest + AHEAD + PAGE
+    def fit(self, sizes: BufferSizes, num_pages: int) -> bool:
+        """Return whether a call of these sizes, with at least `num_pages` pages, fits."""
+        num_completions, max_new_tokens = self.outputs.tokens.shape
+        max_length = (self.page_tables.shape[1] - 1) * PAGE_SIZE - STEPS_AHEAD
         return (
-            wide and self.num_slots >= num_slots and lines >= num_lines and tokens >= max_new_tokens
+            self.num_pages >= num_pages
+            and max_length >= sizes.max_length
+            and self.num_slots >= sizes.num_slots
+            and num_completions >= sizes.num_completions
+            and max_new_tokens >= sizes.max_new_tokens
         )
 
     def reset(self, inverse_temperature: float) -> None:
         self.inverse_temperature.fill_(inverse_temperature)
-        self.clear(range(self.num_slots))
+        self.clear_slots(range(self.num_slots))
 
-    def clear(self, slots: Iterable[int]) -> None:
-        """Slots without a row write to the scratch page, and draw nothing."""
-        index = send_numbers(list(slots), self.every.device)
-        for one in (self.state.live, self.state.positions, self.tables):
-            one.index_fill_(0, index, 0)
+    def clear_slots(self, slots: Iterable[int]) -> None:
+        """Mark slots as empty: they write to the scratch page and sample nothing."""
+        indices = int_tensor(list(slots), self.all_slots.device)
+        for tensor in (self.state.live, self.state.positions, self.page_tables):
+            tensor.index_fill_(0, indices, 0)
+
+    def graph_size(self, num_rows: int) -> int:
+        """Return the smallest graph size that covers `num_rows` slots."""
+        return next(size for size in self.graph_sizes if size >= num_rows)
 
     def step(self, num_rows: int) -> None:
-        """One token more for the live ones of the lowest slots, in a graph of the next larger size."""
-        size = next(size for size in self.sizes if size >= num_rows)
-        if self.engine.graphs and size not in self._graphs:
+        """Sample one more token for each live row of the lowest `num_rows` slots."""
+        size = self.graph_size(num_rows)
+        if self.graphs.enabled and size not in self._graphs:
             self._capture(size)
-        if self.engine.graphs:
+        if self.graphs.enabled:
             self._graphs[size].replay()
         else:
-            self._step(size)
+            self._run_step(size)
 
-    def _step(self, size: int) -> None:
-        hidden = self.engine.cache.decode(self.state.tokens[:size], self.state.positions[:size])
-        self.draw(hidden, self.every[:size], self.every[:size])
+    def _run_step(self, size: int) -> None:
+        hidden = self.cache.decode(self.state.tokens[:size], self.state.positions[:size])
+        self.sample(hidden, self.all_slots[:size], self.all_slots[:size])
 
-    def draw(self, hidden: Tensor, sources: Tensor, slots: Tensor) -> None:
-        draw = kernels.chosen("sample_tokens", hidden.device)
-        logits = Head.of(self.engine.model).logits(hidden)
-        draw(
-            logits,
-            sources,
-            slots,
-            self.inverse_temperature,
-            self.engine.ends,
-            self.state,
-            self.outputs,
-        )
+    def sample(self, hidden: Tensor, sources: Tensor, slots: Tensor) -> None:
+        """Sample one token for each of `slots`, from the hidden state at its index in `sources`."""
+        sample_tokens = kernels.select("sample_tokens", hidden.device)
+        logits = LMHead.from_model(self.cache.model).logits(hidden)
+        options = self.inverse_temperature, self.end_tokens
+        sample_tokens(logits, sources, slots, *options, self.state, self.outputs)
 
     def _capture(self, size: int) -> None:
-        """With no row live: nothing is drawn, and keys and values that a step writes are those that are there.
+        """Capture the graph of one size, or turn off CUDA graphs if that fails.
 
-        Kernels are loaded when sizes are first asked for, which must not be within a capture: a step comes first,
-        unless one of these sizes ran before; and then, too, if the capture fails.
+        No row is live meanwhile, so nothing is sampled, and the step only rewrites the keys and
+        values that are already there. Kernels are loaded on first use, which must not happen
+        within a capture. So a plain step runs first, unless a step of these sizes ran before. If
+        the capture then fails, it is tried once more after a plain step.
         """
         live = self.state.live.clone()
         self.state.live.zero_()
-        sizes = size, self.num_pages, self.tables.shape[1], self.outputs.tokens.shape[1]
-        problem = self._captured(size) if sizes in self.engine.warm else "not tried"
-        if problem:
-            self._step(size)
-            self.engine.warm.add(sizes)
-            problem = self._captured(size)
-        if problem:
-            log.warning("sampling without CUDA graphs: %s", problem)
-            self.engine.graphs = False
+        sizes = size, self.num_pages, self.page_tables.shape[1], self.outputs.tokens.shape[1]
+        warmed_up = self.graphs.warmed_up
+        error = self._try_capture(size) if sizes in warmed_up else "not warmed up"
+        if error:
+            self._run_step(size)
+            warmed_up.add(sizes)
+            error = self._try_capture(size)
+        if error:
+            log.warning("sampling without CUDA graphs: %s", error)
+            self.graphs.enabled = False
         self.state.live.copy_(live)
 
-    def _captured(self, size: int) -> str:
-        """Why not, in a line; nothing if it was."""
+    def _try_capture(self, size: int) -> str:
+        """Capture the graph of one size; return the error as one line, or nothing."""
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._memory):
-                self._step(size)
+            with torch.cuda.graph(graph, pool=self._graph_memory):
+                self._run_step(size)
         except RuntimeError as error:
             return (str(error).strip() or type(error).__name__).splitlines()[0]
-        self._graphs[size], self._memory = graph, self._memory or graph.pool()
+        self._graphs[size], self._graph_memory = graph, self._graph_memory or graph.pool()
         return ""
 
-    def completions(self, num_lines: int, tokenizer: Any) -> list[Completion]:
-        """Only tokens that exist leave the card, in three pieces."""
+    def to_completions(self, num_completions: int, tokenizer: Any) -> list[Completion]:
+        """Copy the sampled tokens, and no padding, to the host."""
         out = self.outputs
-        lengths = out.lengths[:num_lines].tolist()
-        exist = (
-            torch.arange(max(lengths), device=out.lengths.device) < out.lengths[:num_lines, None]
-        )
+        lengths = out.lengths[:num_completions].tolist()
+        longest = max(lengths)
+        positions = torch.arange(longest, device=out.lengths.device)
+        sampled = positions < out.lengths[:num_completions, None]
         columns = [
-            list(_cut(matrix[:num_lines, : max(lengths)][exist].tolist(), lengths))
+            list(_split(matrix[:num_completions, :longest][sampled].tolist(), lengths))
             for matrix in (out.tokens, out.logprobs, out.entropies)
         ]
-        texts = tokenizer.batch_decode([list(ids) for ids in columns[0]], skip_special_tokens=True)
-        finished = out.finished[:num_lines].tolist()
-        return [
-            Completion(
-                token_ids=tokens,
-                logprobs=logprobs,
-                text=text,
-                finished=bool(done),
-                entropies=entropies,
-            )
-            for tokens, logprobs, entropies, text, done in zip(
-                *columns, texts, finished, strict=True
-            )
-        ]
+        return build_completions(columns, out.finished[:num_completions].tolist(), tokenizer)
 
 
-def _sizes(num_slots: int, kept: bool) -> list[int]:
-    """Of the graphs: finer where rows are many, as that is where padding rows would cost.
+def graph_sizes(num_slots: int, kept: bool) -> list[int]:
+    """Return the numbers of rows for which graphs are captured.
 
-    To capture one costs, too. Twice as many pay where they stay for later calls.
+    Sizes are closer together where rows are many, since padding rows cost more there. A capture
+    costs time, too: twice as many sizes pay off only if the graphs are kept for later calls.
     """
-    sizes = [
-        size for size in (8, 16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 896) if size < num_slots
-    ]
+    candidates = (8, 16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 896)
+    sizes = [size for size in candidates if size < num_slots]
     sizes += [*range(1024, num_slots, 256), num_slots]
     between = [(low + high) // 16 * 8 for low, high in pairwise(sizes) if low >= 32] if kept else []
     return sorted({*sizes, *between})
 
 
-def _cut(values: list[Any], lengths: list[int]) -> Iterator[tuple[Any, ...]]:
+def _new_outputs(num_completions: int, max_new_tokens: int, device: torch.device) -> Outputs:
+    shape = num_completions, max_new_tokens
+    return Outputs(
+        tokens=torch.zeros(shape, dtype=torch.int32, device=device),
+        logprobs=torch.zeros(shape, device=device),
+        entropies=torch.zeros(shape, device=device),
+        lengths=torch.zeros(num_completions, dtype=torch.int32, device=device),
+        finished=torch.zeros(num_completions, dtype=torch.int32, device=device),
+    )
+
+
+def _split(values: list[Any], lengths: list[int]) -> Iterator[tuple[Any, ...]]:
     start = 0
     for length in lengths:
         yield tuple(values[start : start + length])

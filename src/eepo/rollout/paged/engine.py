@@ -1,9 +1,11 @@
-"""The embedded engine on a GPU: decode steps in CUDA graphs over a paged cache, rows replaced as they end.
+"""The paged engine: decodes in CUDA graphs over a paged KV cache, and replaces rows as they end.
 
-The host only queues work and keeps the books of `slots.py`; what was drawn stays on the card until a call ends. It
-looks for ended rows one chunk of steps late, so that the card never waits for it. Each prompt is prefilled once,
-packed with others, and its samples share its pages. Draws are those of `TransformersEngine` up to rounding: that one
-is the reference, and runs where this one cannot (`embedded.py`).
+The host only queues work and schedules rows (`scheduler.py`). Sampled tokens stay on the GPU until
+a call ends. The host looks for finished rows one chunk of steps late, so the GPU never waits for
+it. Each prompt is prefilled once, packed with others, and its samples share its pages.
+
+The sampled tokens are those of `TransformersEngine`, up to rounding. That engine is the reference,
+and it takes over where this one is not supported (`builtin.py`).
 """
 
 from __future__ import annotations
@@ -18,25 +20,36 @@ from torch import Tensor
 
 from eepo import kernels
 from eepo.model import memory
-from eepo.model.attention import NAME, strays
-from eepo.rollout.paged.cuda_graphs import Buffers
-from eepo.rollout.paged.kv_cache import PagedCache, Prefill, send_numbers
-from eepo.rollout.paged.scheduler import AHEAD, PAGE, SCRATCH, Prefix, Row, Slots, pages_needed
+from eepo.model.attention import ATTENTION_NAME, attention_mismatch
+from eepo.rollout.paged.cuda_graphs import BufferSizes, DecodeBuffers, GraphSettings
+from eepo.rollout.paged.kv_cache import PagedKVCache, Prefill, int_tensor
+from eepo.rollout.paged.scheduler import (
+    PAGE_SIZE,
+    SCRATCH_PAGE,
+    STEPS_AHEAD,
+    Prefix,
+    Row,
+    Scheduler,
+    pages_needed,
+)
 from eepo.rollout.randomness import row_key
 from eepo.rollout.transformers import TransformersEngine
 from eepo.types import Completion, Prompt, Sampling, UserError
 
 log = logging.getLogger(__name__)
 
-PREFILL_TOKENS = 16384  # at a time
-KEEP_SHARE = 0.1  # of the card, if nobody says otherwise: the largest cache that stays, with its graphs, in a rest
-SPARE = 1.3  # times the pages that a slot has held on average, at most, in the calls so far: what the next ones get
-MEMORY_SHARE = 0.9  # of what is free: what a cache may take
-MAX_OUTPUTS = 1 << 26  # tokens drawn in one go: 12 bytes each
+PREFILL_TOKENS = 16384  # in one pass
+MAX_OUTPUT_TOKENS = 1 << 26  # in one pass; output buffers take 12 bytes per token
+KEPT_SHARE = 0.1  # default `keep_bytes`, as a share of the GPU's memory
+MEMORY_SHARE = 0.9  # the largest share of free memory that the KV cache takes
+PAGE_MARGIN = 1.3  # pages allocated per slot, relative to the highest average use so far
 
 
 class PagedEngine(TransformersEngine):
-    """Owns `model`: give it a copy that nobody trains. While it rests it keeps a cache of at most `keep_bytes`."""
+    """Samples with a paged KV cache and CUDA graphs. Owns `model`: pass a copy that is not trained.
+
+    `release_memory` keeps a KV cache of at most `keep_bytes`.
+    """
 
     def __init__(
         self,
@@ -47,41 +60,40 @@ class PagedEngine(TransformersEngine):
         keep_bytes: int | None = None,
     ) -> None:
         super().__init__(model, tokenizer, max_rows, stop)
-        self.graphs = self.device.type == "cuda"
-        self.keep_bytes = (
-            int(KEEP_SHARE * _card_bytes(self.device)) if keep_bytes is None else keep_bytes
-        )
-        self.cache = PagedCache(model)
-        self.ends = _power_of_two(self._eos.tolist(), self.device)
-        self._buffers: Buffers | None = None
-        self.warm: set[tuple[int, ...]] = set()  # sizes whose kernels are loaded
-        self._short = False  # of memory for all pages that might be wanted
-        self._per_slot = (
-            0.0  # pages at most, in the calls so far; 0: not known, or it was not enough
-        )
+        if keep_bytes is None:
+            keep_bytes = int(KEPT_SHARE * _gpu_bytes(self.device))
+        self.keep_bytes = keep_bytes
+        self.cache = PagedKVCache(model)
+        self.end_tokens = _padded_to_power_of_two(self.end_tokens)
+        self.graphs = GraphSettings(enabled=self.device.type == "cuda")
+        self._buffers: DecodeBuffers | None = None
+        self._short_of_memory = False  # the pages for all rows at full length did not fit
+        # The most pages per slot that calls have needed so far. 0: unknown, or it was too few.
+        self._pages_per_slot = 0.0
 
-    def unusable(self) -> str:
-        """Why, in a few words; nothing if the paged model says what the family's own attention says."""
-        if self.device.type == "cuda" and (missing := kernels.missing()):
+    def unsupported_reason(self) -> str:
+        """Return why this engine cannot run the model, or nothing.
+
+        Compares hidden states from the paged cache with those of the model's own attention.
+        """
+        if self.device.type == "cuda" and (missing := kernels.unavailable_reason()):
             return missing
-        ids = (
-            torch.arange(1, 2 * PAGE // 3, device=self.device).unsqueeze(0)
-            % self.model.config.vocab_size
-        )
+        ids = torch.arange(1, 2 * PAGE_SIZE // 3, device=self.device).unsqueeze(0)
+        ids %= self.model.config.vocab_size
+
+        def last_two() -> Tensor:
+            output = self.model.base_model(input_ids=ids, use_cache=False)
+            return output.last_hidden_state[0, -2:]
+
         with torch.inference_mode():
-            usual = self.model.config._attn_implementation
-
-            def last_two() -> Tensor:
-                return self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[
-                    0, -2:
-                ]
-
+            own_attention = self.model.config._attn_implementation
             expected = last_two()
             try:
-                reason = strays(self.model, self.cache.try_out(ids), expected, last_two)
+                paged = self.cache.last_two_hidden_states(ids)
+                reason = attention_mismatch(self.model, paged, expected, last_two)
             except (NotImplementedError, TypeError, RuntimeError, AttributeError) as error:
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        self.model.config._attn_implementation = usual if reason else NAME
+        self.model.config._attn_implementation = own_attention if reason else ATTENTION_NAME
         return reason
 
     @torch.inference_mode()
@@ -89,246 +101,260 @@ class PagedEngine(TransformersEngine):
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling
     ) -> list[list[Completion]]:
         groups: list[list[Completion]] = []
-        per_call = max(1, MAX_OUTPUTS // (num_samples * sampling.max_new_tokens))
-        for start in range(0, len(prompts), per_call):
-            groups += self._generate(prompts[start : start + per_call], num_samples, sampling)
+        per_pass = max(1, MAX_OUTPUT_TOKENS // (num_samples * sampling.max_new_tokens))
+        for start in range(0, len(prompts), per_pass):
+            groups += self._generate(prompts[start : start + per_pass], num_samples, sampling)
         return groups
 
     def release_memory(self) -> None:
-        """A small cache stays, with its graphs, which take longer to capture than a short call takes."""
-        if self._buffers is not None and self._buffers.num_bytes > self.keep_bytes:
-            self._forget_buffers()
+        """Free the buffers if their KV cache is larger than `keep_bytes`.
 
-    def limit(self, prompt: Prompt, sample: int, sampling: Sampling) -> int:
-        """Most tokens of one completion. Benchmarks put lengths of their own here."""
+        A small cache stays, with its CUDA graphs: capturing them takes longer than a short call.
+        """
+        if self._buffers is not None and self._buffers.num_bytes > self.keep_bytes:
+            self._free_buffers()
+
+    def completion_limit(self, prompt: Prompt, sample: int, sampling: Sampling) -> int:
+        """Return the most tokens of one completion. Benchmarks override it to force lengths."""
         return sampling.max_new_tokens
 
     def _generate(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling
     ) -> list[list[Completion]]:
         prefixes = [
-            Prefix(place, len(prompt.token_ids), num_samples)
-            for place, prompt in enumerate(prompts)
+            Prefix(index, len(prompt.token_ids), num_samples)
+            for index, prompt in enumerate(prompts)
         ]
-        rows = [
-            Row(
-                prefix,
-                prefix.place * num_samples + sample,
-                self.limit(prompts[prefix.place], sample, sampling),
-            )
-            for prefix in prefixes
-            for sample in range(num_samples)
-        ]
-        keys = [
-            row_key(sampling, prompt, sampling.first_sample + s)
-            for prompt in prompts
-            for s in range(num_samples)
-        ]
-        buffers = self._room_for(
-            [prefix.length for prefix in prefixes], num_samples, sampling.max_new_tokens
-        )
+        samples = [(prefix, sample) for prefix in prefixes for sample in range(num_samples)]
+        rows, keys = [], []
+        for output_index, (prefix, sample) in enumerate(samples):
+            prompt = prompts[prefix.index]
+            limit = self.completion_limit(prompt, sample, sampling)
+            rows.append(Row(prefix, output_index, limit))
+            keys.append(row_key(sampling, prompt, sampling.first_sample + sample))
+        lengths = [prefix.length for prefix in prefixes]
+        buffers = self._buffers_for(lengths, num_samples, sampling.max_new_tokens)
         buffers.reset(1 / sampling.temperature if sampling.temperature > 0 else 0.0)
-        slots = Slots(rows, buffers.num_slots, buffers.num_pages)
-        _Run(self, buffers, slots, prompts, torch.tensor(keys, device=self.device)).finish()
-        used = slots.most_pages / min(self.max_rows, len(rows))
-        self._per_slot = 0.0 if slots.num_restarts or slots.waited else max(self._per_slot, used)
-        if slots.num_restarts:
-            log.warning(
-                "%d completions began again: the cache is short of memory", slots.num_restarts
-            )
-        completions = buffers.completions(len(rows), self.tokenizer)
+        scheduler = Scheduler(rows, buffers.num_slots, buffers.num_pages)
+        row_keys = torch.tensor(keys, device=self.device)
+        _GenerateCall(self.cache, buffers, scheduler, prompts, row_keys).run()
+        self._record_page_use(scheduler, min(self.max_rows, len(rows)))
+        completions = buffers.to_completions(len(rows), self.tokenizer)
         return [
             completions[start : start + num_samples] for start in range(0, len(rows), num_samples)
         ]
 
-    def _room_for(
-        self, prompt_lengths: list[int], num_samples: int, max_new_tokens: int
-    ) -> Buffers:
-        """What the last call left, if it is large enough; else a larger one, as far as memory goes.
+    def _record_page_use(self, scheduler: Scheduler, num_slots: int) -> None:
+        """Remember how many pages the call needed, to size the next cache."""
+        if scheduler.num_restarts or scheduler.ran_short:
+            self._pages_per_slot = 0.0
+        else:
+            self._pages_per_slot = max(self._pages_per_slot, scheduler.peak_pages / num_slots)
+        if scheduler.num_restarts:
+            log.warning(
+                "%d completions restarted: the KV cache is short of memory", scheduler.num_restarts
+            )
 
-        Room for all rows at their longest is seldom used: from the second call on, what calls have held is the measure.
+    def _buffers_for(
+        self, prompt_lengths: list[int], num_samples: int, max_new_tokens: int
+    ) -> DecodeBuffers:
+        """Return the buffers of the last call if they are large enough, or else new ones.
+
+        The first call allocates pages for all rows at full length. These are seldom used, so later
+        calls allocate what earlier ones needed, plus a margin.
         """
         num_rows = len(prompt_lengths) * num_samples
         num_slots = min(self.max_rows, -(-num_rows // 8) * 8)
-        wanted, least = pages_needed(prompt_lengths, num_samples, max_new_tokens, num_slots)
-        if self._per_slot:
-            wanted = min(wanted, max(least, int(SPARE * self._per_slot * num_slots)))
-        longest = max(prompt_lengths) + max_new_tokens
-        sizes = num_slots, longest, num_rows, max_new_tokens
-        enough = least if self._short else wanted
-        if (
-            self._buffers is not None
-            and self._buffers.hold(*sizes)
-            and self._buffers.num_pages >= enough
-        ):
+        target, minimum = pages_needed(prompt_lengths, num_samples, max_new_tokens, num_slots)
+        if self._pages_per_slot:
+            used = int(PAGE_MARGIN * self._pages_per_slot * num_slots)
+            target = min(target, max(minimum, used))
+        max_length = max(prompt_lengths) + max_new_tokens
+        sizes = BufferSizes(num_slots, max_length, num_rows, max_new_tokens)
+        enough = minimum if self._short_of_memory else target
+        if self._buffers is not None and self._buffers.fit(sizes, enough):
             return self._buffers
-        self._forget_buffers()
-        pages = max(
-            least,
-            min(wanted, int(_free_bytes(self.device) * MEMORY_SHARE) // self.cache.page_bytes),
-        )
-        while self._buffers is None:
-            try:
-                self._buffers = Buffers(self, pages, *sizes)
-            except torch.cuda.OutOfMemoryError as error:
-                if pages == least:
-                    raise UserError(
-                        f"not one completion of max_new_tokens = {max_new_tokens} fits into the GPU's free memory; "
-                        "give fewer, or make room (eepo doctor says which knobs do)"
-                    ) from error
-                pages = max(least, pages // 2)
-        if pages < wanted and not self._short:
+        self._free_buffers()
+        self._buffers = self._allocate(sizes, target, minimum)
+        num_pages = self._buffers.num_pages
+        if num_pages < target and not self._short_of_memory:
             log.warning(
-                "the cache has room for %.0f %% of %d rows at their longest",
-                100 * pages / wanted,
+                "the KV cache holds %.0f %% of %d completions at full length",
+                100 * num_pages / target,
                 num_slots,
             )
-        self._short = pages < wanted
+        self._short_of_memory = num_pages < target
         return self._buffers
 
-    def _forget_buffers(self) -> None:
+    def _allocate(self, sizes: BufferSizes, target: int, minimum: int) -> DecodeBuffers:
+        """Allocate buffers with `target` pages, or with as many as fit into memory."""
+        affordable = int(_free_bytes(self.device) * MEMORY_SHARE) // self.cache.page_bytes
+        num_pages = max(minimum, min(target, affordable))
+        while True:
+            kept = num_pages * self.cache.page_bytes <= self.keep_bytes
+            try:
+                return DecodeBuffers(
+                    self.cache, self.end_tokens, self.graphs, sizes, num_pages, kept
+                )
+            except torch.cuda.OutOfMemoryError as error:
+                if num_pages == minimum:
+                    raise UserError(
+                        f"not even one completion of max_new_tokens = {sizes.max_new_tokens} fits "
+                        "into the GPU's free memory; reduce max_new_tokens or free memory "
+                        "(eepo doctor suggests knobs)"
+                    ) from error
+                num_pages = max(minimum, num_pages // 2)
+
+    def _free_buffers(self) -> None:
         self._buffers = None
-        self.cache.pool = None
+        self.cache.free()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
 @dataclass
-class _Run:
-    """One call: rows in, rows out, until none is left."""
+class _GenerateCall:
+    """Runs all rows of one call through the slots."""
 
-    engine: PagedEngine
-    buffers: Buffers
-    slots: Slots
+    cache: PagedKVCache
+    buffers: DecodeBuffers
+    scheduler: Scheduler
     prompts: Sequence[Prompt]
-    keys: Tensor  # [lines]
-    hidden: dict[int, Tensor] = field(
-        default_factory=dict
-    )  # of prepared prompts, by place: [H] of their last tokens
+    row_keys: Tensor  # [N]
+    # The hidden state of each prefilled prompt's last token, [H], by prompt index.
+    last_hidden: dict[int, Tensor] = field(default_factory=dict)
 
-    def finish(self) -> None:
-        last: _Sight | None = None
-        while not self.slots.done:
-            self.admit()
-            self.reserve()
-            self.slots.count_pages()
-            num_rows = self.slots.highest()
-            for _ in range(AHEAD):
+    def run(self) -> None:
+        previous: LiveRowsSnapshot | None = None
+        while not self.scheduler.done:
+            self._admit()
+            self._reserve_pages()
+            self.scheduler.record_peak()
+            num_rows = self.scheduler.decode_width()
+            for _ in range(STEPS_AHEAD):
                 self.buffers.step(num_rows)
-            sight = _Sight(self.buffers.state.live, self.slots.running)
-            if last is not None:
-                self.harvest(last)  # while the card works
-            last = sight
+            snapshot = LiveRowsSnapshot(self.buffers.state.live, self.scheduler.running)
+            # The GPU works on the queued steps while the host handles the previous snapshot.
+            if previous is not None:
+                self._remove_finished(previous)
+            previous = snapshot
 
-    def admit(self) -> None:
-        """Prefill what comes next, hand rows their pages, and draw their first tokens; until no more can enter."""
+    def _admit(self) -> None:
+        """Prefill prompts and start rows until no more fit."""
         while True:
-            prefixes = self.slots.prepare(AHEAD, PREFILL_TOKENS)
+            prefixes = self.scheduler.schedule_prefill(STEPS_AHEAD, PREFILL_TOKENS)
             if prefixes:
-                places = [prefix.place for prefix in prefixes]
-                self.hidden |= dict(zip(places, self._prefill(prefixes).unbind(), strict=True))
-            rows = self.slots.admit(AHEAD)
+                indices = [prefix.index for prefix in prefixes]
+                hidden = self._prefill(prefixes)
+                self.last_hidden |= dict(zip(indices, hidden.unbind(), strict=True))
+            rows = self.scheduler.admit(STEPS_AHEAD)
             if not rows:
                 return
-            self._begin(rows)
-
-    def _begin(self, rows: list[Row]) -> None:
-        prefixes = list({id(row.prefix): row.prefix for row in rows}.values())
-        hidden = torch.stack([self.hidden[prefix.place] for prefix in prefixes])
-        self._copy_tails(rows)
-        self._enter(rows)
-        order = {id(prefix): place for place, prefix in enumerate(prefixes)}
-        pairs = send_numbers([[order[id(row.prefix)], row.slot] for row in rows], hidden.device)
-        self.buffers.draw(hidden, *pairs.t().contiguous())
+            self._start(rows)
 
     def _prefill(self, prefixes: list[Prefix]) -> Tensor:  # [P, H]
-        ids: list[Sequence[int]] = [self.prompts[prefix.place].token_ids for prefix in prefixes]
-        cache = self.engine.cache
-        cache.prefill = Prefill.of(ids, [prefix.pages for prefix in prefixes], self.keys.device)
+        ids: list[Sequence[int]] = [self.prompts[prefix.index].token_ids for prefix in prefixes]
+        page_tables = [prefix.pages for prefix in prefixes]
+        self.cache.prefill = Prefill.of_prompts(ids, page_tables, self.row_keys.device)
         try:
-            return cache.prefill.run(self.engine.model)
+            return self.cache.prefill.run(self.cache.model)
         finally:
-            cache.prefill = None
+            self.cache.prefill = None
 
-    def _copy_tails(self, rows: list[Row]) -> None:
-        """Rows write after their prompt, so each has its last, unfilled page for itself."""
-        tails = [(row.prefix.pages[-1], row.pages[0]) for row in rows if row.prefix.length % PAGE]
-        pool = self.engine.cache.pool
-        if tails and pool is not None:
-            pairs = send_numbers(tails, pool.device)
-            pool[:, :, pairs[:, 1]] = pool[:, :, pairs[:, 0]]
+    def _start(self, rows: list[Row]) -> None:
+        """Set up rows in their slots and sample their first tokens."""
+        indices = list(dict.fromkeys(row.prefix.index for row in rows))
+        hidden = torch.stack([self.last_hidden[index] for index in indices])
+        self._copy_partial_pages(rows)
+        self._write_state(rows)
+        source = {index: i for i, index in enumerate(indices)}
+        pairs = int_tensor([[source[row.prefix.index], row.slot] for row in rows], hidden.device)
+        self.buffers.sample(hidden, *pairs.t().contiguous())
 
-    def _enter(self, rows: list[Row]) -> None:
-        state, tables = self.buffers.state, self.buffers.tables
-        numbers = [[row.slot, row.prefix.length - 1, row.limit, row.line] for row in rows]
-        slots, positions, limits, lines = send_numbers(numbers, self.keys.device).t().contiguous()
-        state.positions[slots], state.limits[slots], state.outputs[slots] = positions, limits, lines
-        state.keys[slots] = self.keys[lines]
+    def _copy_partial_pages(self, rows: list[Row]) -> None:
+        """Copy the last, partly filled page of a prompt for each row: rows write into it."""
+        copies = [
+            (row.prefix.pages[-1], row.pages[0]) for row in rows if row.prefix.length % PAGE_SIZE
+        ]
+        pages = self.cache.pages
+        if copies and pages is not None:
+            source, target = int_tensor(copies, pages.device).t()
+            pages[:, :, target] = pages[:, :, source]
+
+    def _write_state(self, rows: list[Row]) -> None:
+        state, page_tables = self.buffers.state, self.buffers.page_tables
+        numbers = [
+            [row.slot, row.prefix.length - 1, row.max_new_tokens, row.output_index] for row in rows
+        ]
+        columns = int_tensor(numbers, self.row_keys.device).t().contiguous()
+        slots, positions, limits, outputs = columns
+        state.positions[slots], state.limits[slots] = positions, limits
+        state.outputs[slots], state.keys[slots] = outputs, self.row_keys[outputs]
         state.live.index_fill_(0, slots, 1)
-        state.num_drawn.index_fill_(0, slots, 0)
-        own = [[*row.prefix.pages[: row.prefix.num_full], *row.pages] for row in rows]
-        width = max(map(len, own))
-        filled = [[*pages, *([SCRATCH] * (width - len(pages)))] for pages in own]
-        tables[slots, :width] = send_numbers(filled, tables.device).int()
+        state.num_sampled.index_fill_(0, slots, 0)
+        tables = [[*row.prefix.pages[: row.prefix.num_full_pages], *row.pages] for row in rows]
+        width = max(map(len, tables))
+        padded = [[*table, *([SCRATCH_PAGE] * (width - len(table)))] for table in tables]
+        page_tables[slots, :width] = int_tensor(padded, page_tables.device).int()
 
-    def reserve(self) -> None:
-        added, freed = self.slots.reserve(AHEAD)
+    def _reserve_pages(self) -> None:
+        added, freed = self.scheduler.reserve_pages(STEPS_AHEAD)
         if freed:
-            self.buffers.clear(freed)
+            self.buffers.clear_slots(freed)
         if added:
-            slot, index, page = send_numbers(added, self.keys.device).t()
-            self.buffers.tables[slot, index] = page.int()
+            slots, indices, pages = int_tensor(added, self.row_keys.device).t()
+            self.buffers.page_tables[slots, indices] = pages.int()
 
-    def harvest(self, sight: _Sight) -> None:
-        ended = sight.ended()
-        if ended:
-            self.buffers.clear([self.slots.end(row) for row in ended])
-        sizes = self.buffers.sizes
-        fits = next(size for size in sizes if size >= self.slots.num_live)
-        if not self.slots.waiting and fits < next(
-            size for size in sizes if size >= self.slots.highest()
-        ):
+    def _remove_finished(self, snapshot: LiveRowsSnapshot) -> None:
+        finished = snapshot.finished_rows()
+        if finished:
+            self.buffers.clear_slots([self.scheduler.finish(row) for row in finished])
+        if self.scheduler.waiting:
+            return
+        size = self.buffers.graph_size(self.scheduler.decode_width())
+        if self.buffers.graph_size(self.scheduler.num_running) < size:
             self._compact()
 
     def _compact(self) -> None:
-        """The pages stay where they are: only the rows' numbers move."""
-        moves = send_numbers(self.slots.compact(), self.keys.device)
-        for one in (
-            *(getattr(self.buffers.state, part.name) for part in fields(self.buffers.state)),
-            self.buffers.tables,
-        ):
-            one[: len(moves)] = one[moves]
-        self.buffers.clear(range(len(moves), self.buffers.num_slots))
+        """Move rows to the lowest slots. Their pages stay; only state and page tables move."""
+        previous_slots = int_tensor(self.scheduler.compact(), self.row_keys.device)
+        num_rows, state = len(previous_slots), self.buffers.state
+        for tensor in (*(getattr(state, f.name) for f in fields(state)), self.buffers.page_tables):
+            tensor[:num_rows] = tensor[previous_slots]
+        self.buffers.clear_slots(range(num_rows, self.buffers.num_slots))
 
 
-class _Sight:
-    """Which rows live at this point of the card's queue; known to the host once the card has come there."""
+class LiveRowsSnapshot:
+    """Copies which rows are live at this point of the GPU's queue, without blocking the host."""
 
     def __init__(self, live: Tensor, rows: list[Row]) -> None:
         self.rows = [(row, row.slot) for row in rows]
-        self.live = torch.empty(live.shape, dtype=live.dtype, pin_memory=live.is_cuda).copy_(
-            live, non_blocking=True
-        )
-        self.there = torch.cuda.Event() if live.is_cuda else None
-        if self.there is not None:
-            self.there.record()
+        host_copy = torch.empty(live.shape, dtype=live.dtype, pin_memory=live.is_cuda)
+        self.live = host_copy.copy_(live, non_blocking=True)
+        self.copied = torch.cuda.Event() if live.is_cuda else None
+        if self.copied is not None:
+            self.copied.record()
 
-    def ended(self) -> list[Row]:
-        """Those that still sit in the slot where they were seen, dead. One that began again has left it."""
-        if self.there is not None:
-            self.there.synchronize()
+    def finished_rows(self) -> list[Row]:
+        """Wait for the copy; return rows that were in a slot but not live.
+
+        A row that has restarted since then has left its slot, and is not finished.
+        """
+        if self.copied is not None:
+            self.copied.synchronize()
         live = self.live.tolist()
         return [row for row, slot in self.rows if not live[slot] and row.slot >= 0]
 
 
-def _power_of_two(ends: list[int], device: torch.device) -> Tensor:
-    size = 1 << (len(ends) - 1).bit_length()
-    return torch.tensor([*ends, *([-1] * (size - len(ends)))], device=device)
+def _padded_to_power_of_two(end_tokens: Tensor) -> Tensor:
+    """Append -1, which is no token: the sampling kernel needs a power of two."""
+    size = 1 << (len(end_tokens) - 1).bit_length()
+    return torch.nn.functional.pad(end_tokens, (0, size - len(end_tokens)), value=-1)
 
 
 def _free_bytes(device: torch.device) -> int:
     return (memory.free_memory(device) or 0) if device.type == "cuda" else 1 << 30
 
 
-def _card_bytes(device: torch.device) -> int:
-    return memory.card_memory(device) if device.type == "cuda" else 1 << 34
+def _gpu_bytes(device: torch.device) -> int:
+    return memory.gpu_memory(device) if device.type == "cuda" else 1 << 34

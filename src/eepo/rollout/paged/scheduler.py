@@ -1,6 +1,6 @@
-"""Which completion sits in which slot, and which pages of the cache it holds: the host's side of the paged engine.
+"""Decides which completion runs in which slot, and which pages of the KV cache it holds.
 
-Nothing here touches a device, so that it can be read, and tested, as what it is: book-keeping.
+This module touches no device: it is plain bookkeeping on the host.
 """
 
 from __future__ import annotations
@@ -9,85 +9,88 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-PAGE = 64  # tokens
-AHEAD = 4  # decode steps queued at a time
-SCRATCH = 0  # the page that slots without a row write to
+PAGE_SIZE = 64  # tokens
+STEPS_AHEAD = 4  # decode steps that the host queues at a time
+SCRATCH_PAGE = 0  # empty slots write to this page
 
 
 @dataclass(eq=False)
 class Prefix:
-    """A prompt's cached keys and values, shared by its rows, until the last of them has ended.
+    """A prompt and the pages of its keys and values, shared by its rows.
 
-    While none of them is in a slot they may be dropped for others that are, and be computed again later.
+    The pages are freed when the last row has finished. While no row of the prompt is in a slot,
+    they may also be freed for other rows, and the prompt is prefilled again later.
     """
 
-    place: int  # of the prompt, in the call
+    index: int  # of the prompt in this call
     length: int  # tokens
-    num_left: int = 1  # rows that have not ended
-    num_live: int = 0  # rows in slots
-    pages: list[int] = field(default_factory=list)  # none: to be prepared
+    num_unfinished: int = 1  # rows that have not finished
+    num_running: int = 0  # rows in slots
+    pages: list[int] = field(default_factory=list)  # empty: not prefilled
 
     @property
-    def num_full(self) -> int:
-        """Pages that no completion token can fall into: rows read them where they lie."""
-        return self.length // PAGE
+    def num_full_pages(self) -> int:
+        """Pages without space for completion tokens. All rows read these pages in place."""
+        return self.length // PAGE_SIZE
 
 
 @dataclass(eq=False)
 class Row:
-    """One completion."""
+    """One completion, waiting or in a slot."""
 
     prefix: Prefix
-    line: int  # of the outputs
-    limit: int  # most tokens it may have
-    slot: int = -1  # -1: waits
-    length: int = 0  # tokens cached at most by now: exact while it lives
-    pages: list[int] = field(default_factory=list)  # its own, after the full ones of its prefix
+    output_index: int  # row of `Outputs` that it writes to
+    max_new_tokens: int
+    slot: int = -1  # -1: waiting
+    length: int = 0  # upper bound of the cached tokens; exact while the row runs
+    pages: list[int] = field(default_factory=list)  # private, after the prefix's full pages
 
     @property
-    def room(self) -> int:
-        """Tokens that its pages, and those it shares, hold."""
-        return (self.prefix.num_full + len(self.pages)) * PAGE
+    def capacity(self) -> int:
+        """Tokens that fit into its private pages and the full pages of its prefix."""
+        return (self.prefix.num_full_pages + len(self.pages)) * PAGE_SIZE
 
     @property
-    def longest(self) -> int:
-        return self.prefix.length + self.limit
+    def max_length(self) -> int:
+        return self.prefix.length + self.max_new_tokens
 
 
-class Slots:
-    """`num_slots` rows at a time over `num_pages` pages. Where pages run out, the youngest rows wait again.
+class Scheduler:
+    """Runs rows in `num_slots` slots over `num_pages` pages.
 
-    A row that waits again begins again: its random numbers are its own, so it ends up the same.
+    When pages run out, the youngest row restarts: it leaves its slot and waits again. Its random
+    numbers depend on the row alone, so it samples the same tokens again.
     """
 
     def __init__(self, rows: Iterable[Row], num_slots: int, num_pages: int) -> None:
         self.waiting = deque(rows)
-        self.rows: list[Row | None] = [None] * num_slots
+        self.slots: list[Row | None] = [None] * num_slots
         self.free_slots = list(range(num_slots - 1, -1, -1))
-        self.free_pages = list(range(num_pages - 1, SCRATCH, -1))
-        self.idle: list[
-            Prefix
-        ] = []  # prepared, and no row of theirs in a slot; what is needed last, last
+        self.free_pages = list(range(num_pages - 1, SCRATCH_PAGE, -1))
+        # Prefilled prefixes without a running row, in the order in which they will be needed.
+        self.unused_prefixes: list[Prefix] = []
+        self.num_pages = num_pages
         self.num_restarts = 0
-        self.num_pages, self.most_pages = num_pages, 0  # there are; ever wanted at a time
-        self.waited = False  # did a row find a free slot, and no pages?
+        self.peak_pages = 0  # the most pages needed at a time
+        self.ran_short = False  # a row found a free slot but not enough pages
 
     @property
     def running(self) -> list[Row]:
-        return [row for row in self.rows if row is not None]
+        return [row for row in self.slots if row is not None]
 
     @property
-    def num_live(self) -> int:
-        return len(self.rows) - len(self.free_slots)
+    def num_running(self) -> int:
+        return len(self.slots) - len(self.free_slots)
 
     @property
     def done(self) -> bool:
-        return not self.waiting and self.num_live == 0
+        return not self.waiting and self.num_running == 0
 
-    def prepare(self, ahead: int, max_tokens: int) -> list[Prefix]:
-        """Prompts to compute now, with pages: the one that the next row waits for, and others while there is room.
+    def schedule_prefill(self, num_steps: int, max_tokens: int) -> list[Prefix]:
+        """Choose prompts to prefill now, and allocate their pages.
 
-        Many at a time, as a pass over one short prompt takes as long as one over a hundred.
+        These are the prompt of the next waiting row, and more prompts while slots and pages last.
+        A prefill of one short prompt takes as long as one of a hundred, so it takes many at once.
         """
         chosen: list[Prefix] = []
         num_tokens = 0
@@ -99,136 +102,150 @@ class Slots:
                 continue
             if chosen and num_tokens + prefix.length > max_tokens:
                 break
-            spare = self.num_live + self._own(row, ahead) * (len(self.free_slots) if chosen else 1)
-            if not self._make_room(
-                _num_pages(prefix.length) + spare, keep=() if chosen else (prefix,), drop=not chosen
-            ):
-                self.waited |= not chosen
+            num_new_rows = len(self.free_slots) if chosen else 1
+            spare = self.num_running + self._num_private_pages(row, num_steps) * num_new_rows
+            num_needed = _num_pages(prefix.length) + spare
+            # Only the first prompt may free the pages of unused prefixes.
+            if not (self._has_pages(num_needed) if chosen else self._free_up(num_needed, prefix)):
+                self.ran_short |= not chosen
                 break
-            prefix.pages = self._take(_num_pages(prefix.length))
+            prefix.pages = self._allocate(_num_pages(prefix.length))
             chosen.append(prefix)
             num_tokens += prefix.length
-        self.idle += chosen
+        self.unused_prefixes += chosen
         return chosen
 
-    def admit(self, ahead: int) -> list[Row]:
-        """Rows whose prompts are prepared and that enter now, with pages for `ahead` tokens."""
-        entered: list[Row] = []
+    def admit(self, num_steps: int) -> list[Row]:
+        """Move waiting rows whose prompts are prefilled into slots, with pages for `num_steps`."""
+        admitted: list[Row] = []
         while self.waiting and self.free_slots and self.waiting[0].prefix.pages:
             row = self.waiting[0]
-            own = self._own(row, ahead)
-            if not self._make_room(
-                own + self.num_live, keep=(row.prefix,)
-            ):  # each live row may soon want one more
-                self.waited = True
+            num_private = self._num_private_pages(row, num_steps)
+            # Each running row may soon need one more page.
+            if not self._free_up(num_private + self.num_running, row.prefix):
+                self.ran_short = True
                 break
             self.waiting.popleft()
-            if row.prefix.num_live == 0:
-                self.idle.remove(row.prefix)
-            row.prefix.num_live += 1
-            row.pages, row.length = self._take(own), row.prefix.length
+            if row.prefix.num_running == 0:
+                self.unused_prefixes.remove(row.prefix)
+            row.prefix.num_running += 1
+            row.pages, row.length = self._allocate(num_private), row.prefix.length
             row.slot = self.free_slots.pop()
-            self.rows[row.slot] = row
-            entered.append(row)
-        return entered
+            self.slots[row.slot] = row
+            admitted.append(row)
+        return admitted
 
-    def reserve(self, ahead: int) -> tuple[list[tuple[int, int, int]], list[int]]:
-        """Pages for `ahead` more tokens of every row: (slot, index, page) of new ones, and slots that were freed."""
+    def reserve_pages(self, num_steps: int) -> tuple[list[tuple[int, int, int]], list[int]]:
+        """Allocate pages for `num_steps` more tokens of every running row.
+
+        Returns the new pages as (slot, index in the row's page table, page), and the slots of
+        rows that had to restart.
+        """
         added: list[tuple[int, int, int]] = []
         freed: list[int] = []
-        order = sorted(self.running, key=lambda row: -row.length)  # the oldest first
-        for row in order:
-            if row.slot < 0:  # made to wait by one before it
+        oldest_first = sorted(self.running, key=lambda row: -row.length)
+        for row in oldest_first:
+            if row.slot < 0:  # an older row made it restart
                 continue
-            row.length = min(row.length + ahead, row.longest)
-            while row.room < row.length:
-                if not self._make_room(1):
-                    freed.append(self._restart_youngest(order))  # which may be this one
+            row.length = min(row.length + num_steps, row.max_length)
+            while row.capacity < row.length:
+                if not self._free_up(1):
+                    freed.append(self._restart_youngest(oldest_first))  # may be `row` itself
                     continue
-                added.append((row.slot, row.prefix.num_full + len(row.pages), self.free_pages[-1]))
-                row.pages.append(self.free_pages.pop())
-        return [one for one in added if one[0] not in freed], freed
+                [page] = self._allocate(1)
+                added.append((row.slot, row.prefix.num_full_pages + len(row.pages), page))
+                row.pages.append(page)
+        return [entry for entry in added if entry[0] not in freed], freed
 
-    def end(self, row: Row) -> int:
-        """`row` is complete; returns the slot that it leaves."""
-        row.prefix.num_left -= 1
-        return self._leave(row)
+    def finish(self, row: Row) -> int:
+        """Remove a finished row and return the slot it leaves."""
+        row.prefix.num_unfinished -= 1
+        return self._remove_from_slot(row)
 
     def compact(self) -> list[int]:
-        """Move live rows to the lowest slots; returns, for each of these, the slot that its row comes from."""
+        """Move running rows to the lowest slots; return the previous slot of each of them."""
         running = self.running
-        moves = [row.slot for row in running]
-        self.rows = [*running, *([None] * (len(self.rows) - len(running)))]
+        previous_slots = [row.slot for row in running]
+        self.slots = [*running, *([None] * (len(self.slots) - len(running)))]
         for slot, row in enumerate(running):
             row.slot = slot
-        self.free_slots = list(range(len(self.rows) - 1, len(running) - 1, -1))
-        return moves
+        self.free_slots = list(range(len(self.slots) - 1, len(running) - 1, -1))
+        return previous_slots
 
-    def count_pages(self) -> None:
-        """What is held, and the one page for each live row that must be free for others to enter."""
-        self.most_pages = max(
-            self.most_pages, self.num_pages - len(self.free_pages) + self.num_live
-        )
+    def record_peak(self) -> None:
+        """Update `peak_pages`: pages in use, plus one free page per running row for `admit`."""
+        num_used = self.num_pages - len(self.free_pages)
+        self.peak_pages = max(self.peak_pages, num_used + self.num_running)
 
-    def highest(self) -> int:
-        """One more than the highest slot in use."""
+    def decode_width(self) -> int:
+        """Return how many of the lowest slots a decode step has to cover."""
         return max((row.slot + 1 for row in self.running), default=0)
 
-    def _restart_youngest(self, order: list[Row]) -> int:
-        """The last of `order` that runs; returns its slot. Never an older one: two could restart each other forever."""
-        if self.num_live == 1:
-            raise MemoryError("one completion alone does not fit the cache")
-        row = next(row for row in reversed(order) if row.slot >= 0)
+    def _restart_youngest(self, oldest_first: list[Row]) -> int:
+        """Restart the youngest running row and return its slot.
+
+        An older row is never restarted: two rows could restart each other forever.
+        """
+        if self.num_running == 1:
+            raise MemoryError("a single completion does not fit into the KV cache")
+        row = next(row for row in reversed(oldest_first) if row.slot >= 0)
         self.waiting.appendleft(row)
         self.num_restarts += 1
-        return self._leave(row)
+        return self._remove_from_slot(row)
 
-    def _leave(self, row: Row) -> int:
+    def _remove_from_slot(self, row: Row) -> int:
         slot, row.slot = row.slot, -1
-        self.rows[slot] = None
+        self.slots[slot] = None
         self.free_slots.append(slot)
         self.free_pages += row.pages
         row.pages, row.length = [], 0
-        row.prefix.num_live -= 1
-        if row.prefix.num_live == 0 and row.prefix.num_left > 0:
-            self.idle.insert(0, row.prefix)
-        elif row.prefix.num_live == 0:
-            self._drop(row.prefix)
+        row.prefix.num_running -= 1
+        if row.prefix.num_running == 0 and row.prefix.num_unfinished > 0:
+            self.unused_prefixes.insert(0, row.prefix)
+        elif row.prefix.num_running == 0:
+            self._free_prefix_pages(row.prefix)
         return slot
 
-    def _own(self, row: Row, ahead: int) -> int:
-        """Pages of its own that a row enters with."""
-        return _num_pages(min(row.prefix.length + ahead, row.longest)) - row.prefix.num_full
+    def _num_private_pages(self, row: Row, num_steps: int) -> int:
+        """Return how many private pages a row needs when it enters a slot."""
+        length = min(row.prefix.length + num_steps, row.max_length)
+        return _num_pages(length) - row.prefix.num_full_pages
 
-    def _make_room(self, count: int, keep: Sequence[Prefix] = (), drop: bool = True) -> bool:
-        """Whether `count` pages are free, if need be by dropping idle prompts."""
-        while drop and len(self.free_pages) < count:
-            prefix = next((one for one in reversed(self.idle) if one not in keep), None)
-            if prefix is None:
-                break
-            self.idle.remove(prefix)
-            self._drop(prefix)
+    def _has_pages(self, count: int) -> bool:
         return len(self.free_pages) >= count
 
-    def _drop(self, prefix: Prefix) -> None:
+    def _free_up(self, count: int, keep: Prefix | None = None) -> bool:
+        """Free unused prefixes other than `keep` until `count` pages are free, if possible."""
+        while not self._has_pages(count):
+            prefix = next((p for p in reversed(self.unused_prefixes) if p is not keep), None)
+            if prefix is None:
+                return False
+            self.unused_prefixes.remove(prefix)
+            self._free_prefix_pages(prefix)
+        return True
+
+    def _free_prefix_pages(self, prefix: Prefix) -> None:
         self.free_pages += prefix.pages
         prefix.pages = []
 
-    def _take(self, count: int) -> list[int]:
+    def _allocate(self, count: int) -> list[int]:
         return [self.free_pages.pop() for _ in range(count)]
 
 
 def _num_pages(num_tokens: int) -> int:
-    return -(-num_tokens // PAGE)
+    return -(-num_tokens // PAGE_SIZE)
 
 
 def pages_needed(
     prompt_lengths: Sequence[int], num_samples: int, max_new_tokens: int, num_slots: int
 ) -> tuple[int, int]:
-    """Pages with which nobody ever waits for one, and the fewest with which the longest row alone still ends."""
+    """Return the number of pages with which no row ever waits for pages, and the minimum.
+
+    With the minimum, the longest row can still finish when it runs alone.
+    """
     longest = max(prompt_lengths)
-    own = _num_pages(longest % PAGE + max_new_tokens) + 1
-    prompts = min(len(prompt_lengths), num_slots)
-    shared = sum(sorted(map(_num_pages, prompt_lengths), reverse=True)[:prompts])
-    rows = min(num_slots, len(prompt_lengths) * num_samples)
-    return 1 + shared + rows * (own + 1), 1 + _num_pages(longest) + own + 1
+    private = _num_pages(longest % PAGE_SIZE + max_new_tokens) + 1
+    num_prompts = min(len(prompt_lengths), num_slots)
+    shared = sum(sorted(map(_num_pages, prompt_lengths), reverse=True)[:num_prompts])
+    num_rows = min(num_slots, len(prompt_lengths) * num_samples)
+    return 1 + shared + num_rows * (private + 1), 1 + _num_pages(longest) + private + 1
