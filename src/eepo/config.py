@@ -183,6 +183,11 @@ class AlgorithmConfig:
     advantage_baseline: Literal["group", "stage"] = knob(
         "group", "Normalise rewards over the whole group, or within each stage of it."
     )
+    credit: Literal["importance", "full"] = knob(
+        "importance",
+        "Denominator of the ratio for stage 2 and later. importance: the weights that sampled "
+        "(the paper). full: the policy before the update, so that discoveries count in full.",
+    )
     stage2_negative_advantages: bool = knob(
         True, "Use negative advantages of stage 2 and later. false: set them to 0."
     )
@@ -430,7 +435,5 @@ def _template_fields(template: str) -> set[str]:
     except ValueError:
         return set()
     return {
-        f"{name}{spec}{conversion or ''}"
-        for _, name, spec, conversion in parts
-        if name is not None
+        f"{name}{spec}{conversion or ''}" for _, name, spec, conversion in parts if name is not None
     }

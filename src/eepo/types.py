@@ -130,6 +130,11 @@ class Rollout:
         """Return (prompt, completion) for all completions of the prompts in `rows`."""
         return [(self.prompts[row], completion) for row in rows for completion in self.groups[row]]
 
+    def mini_batches(self, size: int) -> list[range]:
+        """Split the prompts into ranges of at most `size`, one per optimizer step."""
+        rows = range(len(self.prompts))
+        return [rows[first : first + size] for first in range(0, len(rows), size)]
+
     def of_stage(self, stage: int) -> list[tuple[Completion, float]]:
         """Return the completions of one stage with their rewards. Wait for these if needed."""
         self.wait_for_rewards()

@@ -8,21 +8,21 @@ paper's EEPO. With more stages, each one unlearns all completions before it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from eepo.algorithm.advantages import rollout_advantages
+from eepo.algorithm.credit import OldLogprobs, old_logprobs
 from eepo.algorithm.gates import StepGate
+from eepo.algorithm.grading import BackgroundGrader
 from eepo.algorithm.losses import grpo_loss
 from eepo.algorithm.lr_search import lr_for_kl
 from eepo.algorithm.metrics import StepMetrics
 from eepo.algorithm.probe import Effect, Probe, unlearn_gradient
-from eepo.algorithm.unlearning import UnlearnBatch, changed_share, unlearned_weights
+from eepo.algorithm.unlearning import UnlearnBatch, changed_share, load_unlearned
 from eepo.algorithm.updates import optimizer_step
 from eepo.config import AlgorithmConfig
 from eepo.model.policy import Policy
@@ -42,7 +42,7 @@ class EEPO:
     max_grad_norm: float
     auto_lr: float = 1e-3  # last choice of unlearn_lr = "auto"
     unlearn_scale: float = 1.0  # multiplies η or the KL target; an alarm may lower it
-    grader: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
+    grader: BackgroundGrader = field(default_factory=BackgroundGrader)
 
     def __post_init__(self) -> None:
         self.gate = StepGate(self.options)
@@ -70,8 +70,11 @@ class EEPO:
             rollout.wait_for_rewards()
         rollout.advantages = rollout_advantages(rollout.rewards, rollout.stages, self.options)
         metrics.record_rollout(rollout)
-        for first in range(0, len(prompts), self.mini_batch):
-            self.update(rollout, range(len(prompts))[first : first + self.mini_batch], metrics)
+        mini_batches = rollout.mini_batches(self.mini_batch)
+        with metrics.phase("update"):
+            denominators = old_logprobs(self.policy, rollout, mini_batches, self.options)
+        for rows, old in zip(mini_batches, denominators, strict=True):
+            self.update(rollout, rows, old, metrics)
         return rollout  # θ′ needs no reset: the next sync overwrites it
 
     def sample(
@@ -83,9 +86,8 @@ class EEPO:
         with metrics.phase(f"stage{stage}"):
             groups = self.engine.generate(rollout.prompts, num_samples, sampling)
             self.engine.release_memory()
-        prompts = [prompt for prompt in rollout.prompts for _ in range(num_samples)]
-        texts = [completion.text for group in groups for completion in group]
-        rollout.add_stage(stage, groups, self.grader.submit(self.reward.grade, prompts, texts))
+        verdicts = self.grader.submit(self.reward, rollout.prompts, groups)
+        rollout.add_stage(stage, groups, verdicts)
 
     def unlearn(self, rollout: Rollout, metrics: StepMetrics) -> None:
         """Load θ′ = θ − η ∇L into the engine. If nothing is gated, θ′ stays θ."""
@@ -100,7 +102,7 @@ class EEPO:
         if not any(part.any() for part in gradient.values()):  # nothing gated, or all saturated
             return
         lr, effect = self.unlearn_lr(gradient, probe)  # η
-        weights = self.load_unlearned(gradient, lr)  # θ′ ← θ − η ∇L
+        weights = load_unlearned(self.engine, self.policy, gradient, lr)  # θ′ ← θ − η ∇L
         effect = effect or probe.measure(weights)
         changed = changed_share(self.policy.named_weights(), weights)
         metrics.unlearning.record_step(lr, effect, changed)
@@ -115,25 +117,19 @@ class EEPO:
         effects: dict[float, Effect] = {}
 
         def kl_of(lr: float) -> float:
-            effects[lr] = probe.measure(self.load_unlearned(gradient, lr))
+            effects[lr] = probe.measure(load_unlearned(self.engine, self.policy, gradient, lr))
             return effects[lr].kl
 
         target = self.options.unlearn_kl_target * self.unlearn_scale
         self.auto_lr = lr_for_kl(kl_of, target, self.auto_lr)
         return self.auto_lr, effects.get(self.auto_lr)
 
-    def load_unlearned(self, gradient: Mapping[str, Tensor], lr: float) -> Mapping[str, Tensor]:
-        """Load θ − η·gradient into the engine, and return the weights as loaded."""
-        theta, dtype = self.policy.named_weights, self.engine.dtype
-        self.engine.load_weights(unlearned_weights(theta(), gradient, lr, dtype))
-        return self.engine.weights() or dict(unlearned_weights(theta(), gradient, lr, dtype))
-
-    def update(self, rollout: Rollout, rows: range, metrics: StepMetrics) -> None:
+    def update(self, rollout: Rollout, rows: range, old: OldLogprobs, metrics: StepMetrics) -> None:
         """Take one optimizer step on the groups of `rows`. Every token weighs the same."""
         options, pairs = self.options, rollout.pairs(rows)
         all_advantages = [advantage for row in rows for advantage in rollout.advantages[row]]
-        all_logprobs = [completion.logprobs for _, completion in pairs]  # under what sampled
-        stages, num_tokens = rollout.stages * len(rows), sum(map(len, all_logprobs))
+        num_tokens = sum(len(completion.token_ids) for _, completion in pairs)
+        stages = rollout.stages * len(rows)
         for batch in self.policy.micro_batches(pairs):
             reference = None
             if self.reference is not None:
@@ -141,10 +137,10 @@ class EEPO:
                     reference = self.reference.score(batch, options.temperature).logprobs
             with metrics.phase("update"):
                 scores = self.policy.score(batch, options.temperature)
-                sampled, advantages = batch.pad(all_logprobs), batch.pick(all_advantages)
-                loss = grpo_loss(scores, sampled, reference, advantages, batch.mask, options)
+                denominators, advantages = old.of(batch, scores), batch.pick(all_advantages)
+                loss = grpo_loss(scores, denominators, reference, advantages, batch.mask, options)
                 (loss * batch.mask.sum() / num_tokens).backward()
-            metrics.update.record_batch(batch, scores, sampled, advantages, stages, options)
+            metrics.update.record_batch(batch, scores, denominators, advantages, stages, options)
         with metrics.phase("update"):
             norm = optimizer_step(self.policy, self.optimizer, self.max_grad_norm)
         metrics.update.record_grad_norm(norm)

@@ -45,11 +45,11 @@ class Probe:
     def record(self, batch: MicroBatch, scores: Scores) -> None:
         """Keep the scores under θ of the probed rows in `batch`."""
         probed = set(self.rows)
-        positions = [index for index, row in enumerate(batch.rows) if row in probed]
+        positions = [position for position, row in enumerate(batch.rows) if row in probed]
         if not positions:
             return
-        for index in positions:
-            self._position[batch.rows[index]] = len(self._position)
+        for position in positions:
+            self._position[batch.rows[position]] = len(self._position)
         columns = (scores.logprobs, scores.entropies, scores.complements)
         stacked = torch.stack([column.detach() for column in columns if column is not None])
         index = to_device(torch.tensor(positions), stacked.device)  # does not wait for the GPU

@@ -12,7 +12,8 @@ from eepo.algorithm.gates import completions_to_unlearn, unlearn_gate
 from eepo.algorithm.losses import unlearn_loss
 from eepo.config import AlgorithmConfig
 from eepo.model.batching import MicroBatch, evenly_spaced
-from eepo.model.policy import Scores
+from eepo.model.policy import Policy, Scores
+from eepo.protocols import RolloutEngine
 from eepo.types import Completion, Prompt, Rollout
 
 
@@ -82,6 +83,15 @@ def unlearned_weights(
     for name, weight in weights:
         moved = weight.float() - lr * gradient[name].float() if name in gradient else weight
         yield name, moved.to(dtype)
+
+
+def load_unlearned(
+    engine: RolloutEngine, policy: Policy, gradient: Mapping[str, Tensor], lr: float
+) -> Mapping[str, Tensor]:
+    """Load θ′ = θ − η·gradient into the engine, and return the weights as loaded."""
+    theta, dtype = policy.named_weights, engine.dtype
+    engine.load_weights(unlearned_weights(theta(), gradient, lr, dtype))
+    return engine.weights() or dict(unlearned_weights(theta(), gradient, lr, dtype))
 
 
 def changed_share(

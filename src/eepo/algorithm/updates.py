@@ -10,9 +10,7 @@ from eepo.model.policy import Policy
 from eepo.types import UserError
 
 
-def optimizer_step(
-    policy: Policy, optimizer: torch.optim.Optimizer, max_grad_norm: float
-) -> float:
+def optimizer_step(policy: Policy, optimizer: torch.optim.Optimizer, max_grad_norm: float) -> float:
     """Clip the gradient, update θ, clear the gradient, and return its norm.
 
     A gradient that is not finite would destroy θ and every later checkpoint, so it is an error.

@@ -1,0 +1,72 @@
+"""The denominator of the importance ratio: how much a completion of stage 2 counts in the update.
+
+`credit = "importance"` divides by the probability under the weights that sampled, as in the paper.
+A completion that θ′ finds because θ almost never samples it then has a ratio close to 0.
+`credit = "full"` divides stage 2 by θ's probability before the update, so that its ratio starts
+at 1. docs/credit.md explains the difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eepo.config import AlgorithmConfig
+from eepo.model.batching import MicroBatch
+from eepo.model.policy import Policy, Scores
+from eepo.types import Rollout
+
+
+@dataclass(frozen=True)
+class OldLogprobs:
+    """The denominators of one mini-batch, per completion."""
+
+    logprobs: list[Sequence[float]]
+    is_current: list[bool]  # use θ's present value instead: θ has not been updated yet
+
+    def of(self, batch: MicroBatch, scores: Scores) -> Tensor:  # [B, T]
+        """Return the log-probabilities in the denominator for the rows of a micro-batch."""
+        logprobs = batch.pad(self.logprobs)
+        if not any(self.is_current):
+            return logprobs
+        current = batch.pick(self.is_current).bool()[:, None]
+        return torch.where(current, scores.logprobs.detach(), logprobs)
+
+
+def old_logprobs(
+    policy: Policy, rollout: Rollout, mini_batches: Sequence[range], options: AlgorithmConfig
+) -> list[OldLogprobs]:
+    """Return the denominators of every mini-batch. Call this before the first update.
+
+    Full credit needs θ's log-probabilities of stage 2. For the first mini-batch they are those of
+    the update's own pass. For later ones θ has changed by then, so they are scored here, in one
+    pass without gradient. Completions without advantage are skipped: they do not enter the loss.
+    """
+    return [
+        _old_logprobs(policy, rollout, rows, options, is_first=number == 0)
+        for number, rows in enumerate(mini_batches)
+    ]
+
+
+def _old_logprobs(
+    policy: Policy, rollout: Rollout, rows: range, options: AlgorithmConfig, is_first: bool
+) -> OldLogprobs:
+    pairs = rollout.pairs(rows)
+    logprobs: list[Sequence[float]] = [completion.logprobs for _, completion in pairs]
+    if options.credit == "importance":
+        return OldLogprobs(logprobs, [False] * len(pairs))
+    later_stage = [stage > 1 for stage in rollout.stages] * len(rows)
+    if is_first:
+        return OldLogprobs(logprobs, later_stage)
+    advantages = [advantage for row in rows for advantage in rollout.advantages[row]]
+    needed = [i for i, later in enumerate(later_stage) if later and advantages[i]]
+    with torch.no_grad():
+        for batch in policy.micro_batches(pairs, needed):
+            scores = policy.score(batch, options.temperature)
+            for row, values, mask in zip(batch.rows, scores.logprobs, batch.mask, strict=True):
+                logprobs[row] = values[mask].tolist()
+    without_advantage = [later and not advantages[i] for i, later in enumerate(later_stage)]
+    return OldLogprobs(logprobs, without_advantage)
