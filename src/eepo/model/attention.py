@@ -1,6 +1,7 @@
-"""Attention over sequences laid end to end, without padding, for any family that asks `transformers` for its attention.
+"""Attention over packed sequences, for all models that use `transformers`' attention registry.
 
-A model whose config names one of these attends through it; the model's own mask is then not built.
+A model whose config names an attention function from the registry calls it in every layer and does
+not build its own mask.
 """
 
 from __future__ import annotations
@@ -15,76 +16,82 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from eepo.model.batching import Packed, Whole
+from eepo.model.batching import FullSequences, Packed, PackedLayout
 
 log = logging.getLogger(__name__)
-CLOSE = 0.02  # relative, in bf16; deep models round more, see `strays`
-NAME = "eepo"  # in `transformers`' registry
+ATTENTION_NAME = "eepo"  # in `transformers`' registry
+# Relative difference of hidden states that bf16 rounding explains in shallow models. Deep models
+# round more: see `attention_mismatch`.
+TOLERANCE = 0.02
 
 
-def attend_with(model: Any, function: Callable[..., tuple[Tensor, None]]) -> None:
-    """From now on `model` attends by `function`, which gets what `transformers` gives its attention functions.
+def set_attention(model: Any, function: Callable[..., tuple[Tensor, None]]) -> None:
+    """Make `model` call `function` with the arguments of `transformers`' attention functions.
 
-    Its parts hold the function, not the registry, which would never let go of it, nor of the model behind it.
+    The model's modules hold the function. The registry would keep it, and the model, alive forever.
     """
-    known = {"full_attention", "sliding_attention"}  # others are told by their masks alone
-    strange = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - known
-    if strange:
-        raise NotImplementedError(f"layers with {', '.join(sorted(strange))}")
+    # Other layer types differ in their masks only, which our attention does not see.
+    supported = {"full_attention", "sliding_attention"}
+    unsupported = (
+        set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - supported
+    )
+    if unsupported:
+        raise NotImplementedError(f"unsupported layer types: {', '.join(sorted(unsupported))}")
     for module in model.modules():
         module.eepo_attend = function
-    model.config._attn_implementation = NAME
+    model.config._attn_implementation = ATTENTION_NAME
 
 
-def _attend(module: Any, *given: Any, **options: Any) -> tuple[Tensor, None]:
-    return module.eepo_attend(module, *given, **options)
+def _call_module_attention(module: Any, *args: Any, **options: Any) -> tuple[Tensor, None]:
+    return module.eepo_attend(module, *args, **options)
 
 
-AttentionInterface.register(NAME, _attend)
+AttentionInterface.register(ATTENTION_NAME, _call_module_attention)
 
 
 class Packing:
-    """Lets one model attend over packed sequences: from `adopt` on, over those that it was last told to `take`."""
+    """Lets one model attend over packed sequences, once `enable_if_equivalent` has succeeded.
+
+    Every forward pass attends over the batch given to the last `set_batch`.
+    """
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.adopted = False
-        self._starts: Tensor | None = (
-            None  # of the sequences of a pass; its backward pass may compute it again
-        )
-        self._whole: Whole | None = None
-        self._longest = torch.empty(
-            0
-        )  # as long as the longest: to compiled layers a size may vary, a number may not
+        self.enabled = False
+        # With gradient checkpointing the backward pass attends again, over the same batch.
+        self._cu_seqlens: Tensor | None = None
+        self._full: FullSequences | None = None
+        # Its length is max_seqlen: in compiled layers a tensor's size may vary, an int may not.
+        self._sized_by_max_seqlen = torch.empty(0)
 
-    def take(self, inputs: Packed) -> None:
-        """What the next forward pass attends over."""
-        self._starts, self._whole = inputs.starts, inputs.whole
-        self._longest = inputs.starts.new_empty(inputs.longest)
+    def set_batch(self, inputs: Packed) -> None:
+        """Set the sequences that the next forward pass attends over."""
+        self._cu_seqlens, self._full = inputs.layout.cu_seqlens, inputs.layout.full
+        self._sized_by_max_seqlen = self._cu_seqlens.new_empty(inputs.layout.max_seqlen)
 
-    def adopt(self) -> bool:
-        """Whether this family, packed, says what it says padded; one that does not stays as it is."""
-        usual = self.model.config._attn_implementation
-        two = _two(self.model.device)
-        ids = two.input_ids[:, two.whole.places]  # type: ignore[union-attr]
+    def enable_if_equivalent(self) -> bool:
+        """Use packed attention if it reproduces the model's hidden states; else log the reason."""
+        default = self.model.config._attn_implementation
+        batch = _two_sequences(self.model.device)
+        assert batch.layout.full is not None
+        ids = batch.input_ids[:, batch.layout.full.token_indices]
 
-        def alone() -> Tensor:
+        def one_by_one() -> Tensor:
             return torch.cat([self._hidden(ids[:, :4]), self._hidden(ids[:, 4:])[:, 2:]], 1)
 
-        expected = alone()
+        expected = one_by_one()
         try:
-            attend_with(self.model, self._attend)
-            self.take(two)
-            reason = strays(
-                self.model, self._hidden(two.input_ids, two.position_ids), expected, alone
-            )
+            set_attention(self.model, self._attend)
+            self.set_batch(batch)
+            packed = self._hidden(batch.input_ids, batch.position_ids)
+            reason = attention_mismatch(self.model, packed, expected, one_by_one)
         except (NotImplementedError, TypeError, RuntimeError, AttributeError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        self.model.config._attn_implementation = usual if reason else NAME
+        self.model.config._attn_implementation = default if reason else ATTENTION_NAME
         if reason:
-            log.warning("%s is trained with padding: %s", type(self.model).__name__, reason)
-        self.adopted = not reason
-        return self.adopted
+            log.warning("%s is trained on padded batches: %s", type(self.model).__name__, reason)
+        self.enabled = not reason
+        return self.enabled
 
     @torch.no_grad()
     def _hidden(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
@@ -95,132 +102,140 @@ class Packing:
             return output.last_hidden_state.float()
 
     def _attend(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
-        scaling: float | None = None, sliding_window: int | None = None, **options: Any,
-    ) -> tuple[Tensor, None]:  # fmt: skip
-        if self._starts is None or options.get("softcap") or options.get("s_aux") is not None:
-            raise NotImplementedError("packed attention has neither caps nor sinks")
-        longest, window = self._longest.shape[0], sliding_window or 0
-        return packed_attention(
-            query, key, value, self._starts, longest, scaling, window, self._whole
-        ), None
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        if options.get("softcap") or options.get("s_aux") is not None:
+            raise NotImplementedError("packed attention supports neither softcaps nor sinks")
+        if self._cu_seqlens is None:
+            raise NotImplementedError("packed attention needs `set_batch` first")
+        max_seqlen = self._sized_by_max_seqlen.shape[0]
+        layout = PackedLayout(self._cu_seqlens, max_seqlen, self._full)
+        window = options.get("sliding_window") or 0
+        return packed_attention(query, key, value, layout, options.get("scaling"), window), None
 
 
-def _two(device: torch.device) -> Packed:
-    """Two short sequences that begin alike, to try it on."""
+def _two_sequences(device: torch.device) -> Packed:
+    """Build two short sequences that share a prompt of two tokens, to test a model with."""
+    full = FullSequences(
+        token_indices=torch.tensor([0, 1, 2, 3, 0, 1, 4, 5, 6], device=device),
+        cu_seqlens=torch.tensor([0, 4, 9], dtype=torch.int32, device=device),
+    )
+    cu_seqlens = torch.tensor([0, 4, 7], dtype=torch.int32, device=device)
     return Packed(
         input_ids=torch.arange(1, 8, device=device).unsqueeze(0),
         position_ids=torch.tensor([[0, 1, 2, 3, 2, 3, 4]], device=device),
-        starts=torch.tensor([0, 4, 7], dtype=torch.int32, device=device),
-        longest=5,
-        whole=Whole(
-            places=torch.tensor([0, 1, 2, 3, 0, 1, 4, 5, 6], device=device),
-            starts=torch.tensor([0, 4, 9], dtype=torch.int32, device=device),
-        ),
+        layout=PackedLayout(cu_seqlens, max_seqlen=5, full=full),
     )
 
 
-def strays(model: Any, ours: Tensor, expected: Tensor, again: Callable[[], Tensor]) -> str:
-    """By how much hidden states `ours` are off, in a few words; nothing if it is rounding.
+def attention_mismatch(
+    model: Any, hidden: Tensor, expected: Tensor, recompute: Callable[[], Tensor]
+) -> str:
+    """Describe by how much `hidden` states differ from `expected`; "" if rounding explains it.
 
-    Rounding grows with depth. So what is not close may be as far off as the family's own eager attention, which `again`
-    then uses, is from its usual one, a few times.
+    Rounding errors grow with depth. A difference above TOLERANCE is accepted if it is at most three
+    times the difference between the model's eager attention (used by `recompute`) and its default.
     """
-    gap = _gap(ours, expected)
-    if gap <= CLOSE:
+    difference = _relative_difference(hidden, expected)
+    if difference <= TOLERANCE:
         return ""
     model.config._attn_implementation = "eager"
-    rounding = _gap(again(), expected)
-    return (
-        f"its attention is off by {gap:.1g}, rounding by {rounding:.1g}"
-        if gap > 3 * rounding
-        else ""
-    )
+    rounding = _relative_difference(recompute(), expected)
+    if difference <= 3 * rounding:
+        return ""
+    return f"hidden states differ by {difference:.1g}, rounding explains {rounding:.1g}"
 
 
-def _gap(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours - theirs).float().norm() / theirs.float().norm())
+def _relative_difference(values: Tensor, expected: Tensor) -> float:
+    return float((values - expected).float().norm() / expected.float().norm())
 
 
 def packed_attention(
     query: Tensor,  # [1, H, N, D]
     key: Tensor,  # [1, K, N, D]
     value: Tensor,  # [1, K, N, D]
-    starts: Tensor,  # [B + 1] int32: where each sequence begins, and the end
-    longest: int,
+    layout: PackedLayout,
     scale: float | None,
-    window: int = 0,  # how far back a token looks; 0: to the start of its sequence
-    whole: Whole | None = None,  # what each sequence looks back on, if not itself alone
+    window: int = 0,  # tokens that a token attends to, itself included; 0: no limit
 ) -> Tensor:  # [1, N, H, D]
-    """Causal, each sequence by itself. Flash attention where there is one; otherwise under a mask of all by all.
+    """Attend causally within each sequence: flash attention on a GPU, a dense mask elsewhere.
 
-    A sequence without its prompt is the end of a whole one. Gradients of what several look back on are summed in fp32.
+    A sequence whose prompt is stored earlier attends over its full sequence. The gradients of
+    shared keys and values are summed in fp32.
     """
     dtype = value.dtype if value.dtype in (torch.bfloat16, torch.float16) else None
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
-    key_starts = starts
-    if whole is not None:
-        key, value = (
-            part.float().index_select(2, whole.places).to(part.dtype) for part in (key, value)
-        )
-        key_starts = whole.starts
-    if query.is_cuda and dtype is not None and _varlen is not None:
-        rows = [
-            part[0].transpose(0, 1).to(dtype) for part in (query, key, value)
-        ]  # [tokens, heads, D]
-        return _varlen(*rows, starts, key_starts, longest, scale, window).unsqueeze(0)
-    (sequence, left), (others, others_left) = (
-        _from_end(starts, query.shape[2]),
-        _from_end(key_starts, key.shape[2]),
-    )
-    back = others_left - left[:, None]  # how far each token lies before another one of its sequence
-    mask = (sequence[:, None] == others) & (back >= 0)
-    if window:
-        mask &= back < window
+    if layout.full is not None:
+        indices = layout.full.token_indices
+        key = key.float().index_select(2, indices).to(key.dtype)
+        value = value.float().index_select(2, indices).to(value.dtype)
+    if query.is_cuda and dtype is not None and _flash_attention is not None:
+        # [tokens, heads, D]
+        rows = [part[0].transpose(0, 1).to(dtype) for part in (query, key, value)]
+        return _flash_attention(*rows, layout, scale, window).unsqueeze(0)
+    mask = _dense_mask(layout, query.shape[2], key.shape[2], window)
     out = scaled_dot_product_attention(
         query, key, value.to(key.dtype), mask, scale=scale, enable_gqa=True
     )
     return out.transpose(1, 2)
 
 
-def _from_end(starts: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Of each token its sequence, counted from one, and how many of it are left."""
-    own = torch.arange(count, device=starts.device)
-    sequence = torch.searchsorted(starts, own, right=True)
-    return sequence, starts[sequence] - own
+def _key_cu_seqlens(layout: PackedLayout) -> Tensor:
+    return layout.cu_seqlens if layout.full is None else layout.full.cu_seqlens
 
 
-def _find_varlen() -> Callable[..., Tensor] | None:
-    """torch's own. Older releases group heads without being told."""
+def _dense_mask(layout: PackedLayout, num_queries: int, num_keys: int, window: int) -> Tensor:
+    sequence, remaining = _distance_to_end(layout.cu_seqlens, num_queries)
+    key_sequence, key_remaining = _distance_to_end(_key_cu_seqlens(layout), num_keys)
+    distance = key_remaining - remaining[:, None]  # from a key forward to the query
+    mask = (sequence[:, None] == key_sequence) & (distance >= 0)
+    if window:
+        mask &= distance < window
+    return mask
+
+
+def _distance_to_end(cu_seqlens: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Return each token's sequence, counted from 1, and its distance to that sequence's end."""
+    tokens = torch.arange(num_tokens, device=cu_seqlens.device)
+    sequence = torch.searchsorted(cu_seqlens, tokens, right=True)
+    return sequence, cu_seqlens[sequence] - tokens
+
+
+def _find_flash_attention() -> Callable[..., Tensor] | None:
+    """Wrap torch's `varlen_attn`, if this torch has it."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    grouped: dict[str, Any] = (
-        {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-    )
+    # Older releases accept grouped heads without the option.
+    has_option = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    options: dict[str, Any] = {"enable_gqa": True} if has_option else {}
 
     def attend(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        starts: Tensor,
-        key_starts: Tensor,
-        longest: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layout: PackedLayout,
         scale: float | None,
         window: int,
     ) -> Tensor:
-        looks = (
-            window - 1 if window else -1,
-            0,
-        )  # back, ahead; where there are fewer queries, they are the last
-        out = varlen_attn(
-            q, k, v, starts, key_starts, longest, longest, scale=scale, window_size=looks, **grouped
-        )
-        return out  # type: ignore[return-value]
+        cu_seqlens = layout.cu_seqlens, _key_cu_seqlens(layout)
+        max_seqlens = layout.max_seqlen, layout.max_seqlen
+        # Tokens back and ahead. A sequence with fewer queries than keys has the last queries.
+        window_size = (window - 1 if window else -1, 0)
+        return varlen_attn(  # type: ignore[return-value]
+            query, key, value, *cu_seqlens, *max_seqlens,
+            scale=scale, window_size=window_size, **options,
+        )  # fmt: skip
 
     return attend
 
 
-_varlen = _find_varlen()
+_flash_attention = _find_flash_attention()

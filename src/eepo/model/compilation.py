@@ -1,5 +1,6 @@
-"""Layers compiled by torch: their norms, rotations and activations fused. Layers are alike, so one compilation serves
-all of them, and all sizes of a batch.
+"""Compile decoder layers with torch, which fuses norms, rotary embeddings and activations.
+
+All layers have the same code, so one compilation serves all of them and every batch size.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 
 from eepo import kernels
-from eepo.config import compiles
+from eepo.config import should_compile
 
 log = logging.getLogger(__name__)
 
 
-def wants_compiling(model: Any, choice: str) -> bool:
-    """`choice` is a recipe's: auto, on or off. Who says on, and cannot have it, is to hear why."""
-    size = sum(weight.numel() for weight in model.parameters())
-    return compiles(choice, size) and (choice == "on" or can_compile(model))
+def should_compile_layers(model: Any, choice: str) -> bool:
+    """Tell whether a recipe's `choice` (auto, on or off) asks to compile this model's layers.
+
+    With `on` the answer is True even if compilation is impossible: `compile_layers` then warns.
+    """
+    num_parameters = sum(weight.numel() for weight in model.parameters())
+    return should_compile(choice, num_parameters) and (choice == "on" or can_compile(model))
 
 
 def can_compile(model: Any) -> bool:
@@ -30,89 +34,85 @@ def can_compile(model: Any) -> bool:
 
 
 def _obstacle(model: Any) -> str:
-    """Why layers cannot be compiled there, in a few words."""
+    """Return why layers cannot be compiled on the model's device, or ""."""
     if torch._dynamo.config.disable:
         return "torch.compile is turned off (TORCH_COMPILE_DISABLE)"
-    return kernels.lacking() or ("" if model.device.type == "cuda" else "that needs a GPU")
+    if reason := kernels.triton_unavailable_reason():
+        return reason
+    return "" if model.device.type == "cuda" else "compilation needs a GPU"
 
 
 def compile_layers(model: Any, options: dict[str, Any] | None = None) -> bool:
-    """In place; names of weights stay. False, with one line, where torch cannot compile for the device.
+    """Compile the decoder layers in place; names of weights stay. `options` go to the compiler.
 
-    `options` are for the compiler.
+    If that is impossible on the model's device, log a warning and return False.
     """
     if not can_compile(model):
         log.warning("layers are not compiled: %s", _obstacle(model))
         return False
-    # A policy, its reference and an engine share the code of a layer, and ask it in several modes each.
+    # A policy, its reference and an engine run the same layer code, in several modes each.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     compile_modules(decoder_layers(model), options)
     return True
 
 
 def compile_modules(modules: Sequence[nn.Module], options: dict[str, Any] | None = None) -> None:
-    """Compiled when they are first called. If torch then fails, they run as they are, and one line says so."""
+    """Compile modules at their first call. If torch fails, warn and run them uncompiled."""
 
     def give_up(error: Exception) -> None:
         cause = getattr(error, "inner_exception", error)
         reason = next(iter(str(cause).strip().splitlines()), "")
-        log.warning(
-            "%s is not compiled, and slower: %s: %s",
-            type(modules[0]).__name__,
-            type(cause).__name__,
-            reason,
-        )
+        name = type(modules[0]).__name__
+        log.warning("%s runs uncompiled, slower: %s: %s", name, type(cause).__name__, reason)
         for module in modules:
             module._compiled_call_impl = None
 
     for module in modules:
         module.compile(dynamic=True, options=options)
-        module._compiled_call_impl = _or_plain(module, give_up)
+        module._compiled_call_impl = _with_fallback(module, give_up)
 
 
-def _or_plain(module: nn.Module, give_up: Callable[[Exception], None]) -> Callable[..., Any]:
+def _with_fallback(module: nn.Module, give_up: Callable[[Exception], None]) -> Callable[..., Any]:
     compiled: Any = module._compiled_call_impl
 
-    def call(*given: Any, **named: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            return compiled(*given, **named)
+            return compiled(*args, **kwargs)
         except TorchDynamoException as error:
             give_up(error)
-        return module._call_impl(*given, **named)
+        return module._call_impl(*args, **kwargs)
 
     return call
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:
-    """The one list of modules that is as long as the model is deep."""
+    """Return the decoder layers: the first module list with `num_hidden_layers` entries."""
     depth = model.config.get_text_config().num_hidden_layers
-    lists = [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList) and len(module) == depth
-    ]
-    return list(lists[0]) if lists else []
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == depth:
+            return list(module)
+    return []
 
 
-def beside_layers(model: Any) -> list[nn.Module]:
-    """The last norm and the rotary embedding, by what they are: next to the layers, alone, and made of vectors.
+def norm_and_rotary_modules(model: Any) -> list[nn.Module]:
+    """Return the final norm and the rotary embedding, to be compiled beside the layers.
 
-    An embedding that looks at its positions, to stretch itself for long ones, is none to compile.
+    Family names differ, so they are recognized by structure: siblings of the layer list, without
+    children, whose tensors are all vectors. A rotary embedding that depends on the largest position
+    (dynamic, longrope) cannot be compiled and is left out.
     """
     layers = decoder_layers(model)
-    parents = [
-        one
-        for one in model.modules()
-        if any(list(child.children()) == layers for child in one.children())
-    ]
-    found = []
-    for module in parents[0].children() if layers and parents else []:
-        tensors = [*module.parameters(), *module.buffers()]
-        small = (
-            bool(tensors) and all(one.dim() < 2 for one in tensors) and not list(module.children())
-        )
-        if small and not any(
-            kind in str(getattr(module, "rope_type", "")) for kind in ("dynamic", "longrope")
-        ):
-            found.append(module)
-    return found
+    if not layers:
+        return []
+    for parent in model.modules():
+        if any(list(child.children()) == layers for child in parent.children()):
+            return [module for module in parent.children() if _is_norm_or_rotary(module)]
+    return []
+
+
+def _is_norm_or_rotary(module: nn.Module) -> bool:
+    tensors = [*module.parameters(), *module.buffers()]
+    only_vectors = bool(tensors) and all(tensor.dim() < 2 for tensor in tensors)
+    rope_type = str(getattr(module, "rope_type", ""))
+    depends_on_positions = any(kind in rope_type for kind in ("dynamic", "longrope"))
+    return only_vectors and not list(module.children()) and not depends_on_positions

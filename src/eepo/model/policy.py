@@ -1,7 +1,8 @@
 """The trained model θ: log-probabilities and entropies of ragged completions, in bounded memory.
 
-θ stays in fp32: a small step applied to bf16 weights is rounded away. Logits exist only for `head_tokens` positions
-at a time and are computed again in the backward pass. Nothing here edits weights; the trainer's optimizer does.
+θ stays in fp32: bf16 weights would round small steps away. Logits exist only for `head_tokens`
+positions at a time and are computed again in the backward pass. Nothing here edits weights; the
+trainer's optimizer does.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from torch import Tensor, nn
 
 from eepo.model.attention import Packing
 from eepo.model.batching import MicroBatch, Packed, Padded, micro_batches
-from eepo.model.lm_head import Head
+from eepo.model.lm_head import LMHead
 from eepo.types import Completion, Prompt, UserError
 
 
 @dataclass
 class Scores:
-    """Of completion tokens, zero on padding."""
+    """Scores of completion tokens, 0 on padding."""
 
     logprobs: Tensor  # [B, T] log p of the target
     entropies: Tensor  # [B, T] of the full next-token distribution
@@ -29,10 +30,11 @@ class Scores:
 
 
 class Policy:
-    """A `transformers` causal model with fp32 weights. `score` is the one way to ask it anything.
+    """Wraps a `transformers` causal model with fp32 weights; `score` is its only forward pass.
 
-    Products are in `compute`: bf16 on a GPU, unless it says otherwise. One that is never trained (a reference) may hold
-    its matrices in `dtype`: see `_hold_matrices`.
+    Matrix products are in `compute_dtype`, by default bf16 on a GPU and fp32 elsewhere. A model
+    that is never trained (a reference) may store its matrices in `matrix_dtype`: see
+    `_cast_matrices`.
     """
 
     def __init__(
@@ -40,35 +42,35 @@ class Policy:
         model: Any,
         micro_batch_tokens: int = 16384,
         head_tokens: int = 4096,
-        compute: torch.dtype | None = None,
-        dtype: torch.dtype | None = None,
+        compute_dtype: torch.dtype | None = None,
+        matrix_dtype: torch.dtype | None = None,
     ) -> None:
         self.model = model.float()
         self.micro_batch_tokens = micro_batch_tokens
         self._scorer = _Scorer(model, head_tokens)
         self.device = next(model.parameters()).device
         _check_head(self._scorer, self.device)
-        usual = torch.bfloat16 if self.device.type == "cuda" or dtype is not None else torch.float32
-        self._autocast = (compute or usual) == torch.bfloat16
-        self.packed = self.device.type == "cuda" and self._autocast and self._scorer.packing.adopt()
-        if (
-            self._autocast
-        ):  # embeddings in bf16 (a reference's, an engine's) must not round all that follows
-            model.get_input_embeddings().register_forward_hook(
-                lambda _module, _inputs, output: output.float()
-            )
-        if dtype is not None:
-            _hold_matrices(model, dtype)
+        if compute_dtype is None:
+            in_bf16 = self.device.type == "cuda" or matrix_dtype is not None
+            compute_dtype = torch.bfloat16 if in_bf16 else torch.float32
+        self._autocast = compute_dtype == torch.bfloat16
+        can_pack = self.device.type == "cuda" and self._autocast
+        self.packed = can_pack and self._scorer.packing.enable_if_equivalent()
+        if self._autocast:
+            # bf16 embeddings (of a reference or an engine) must not make the residual stream bf16.
+            model.get_input_embeddings().register_forward_hook(_output_to_fp32)
+        if matrix_dtype is not None:
+            _cast_matrices(model, matrix_dtype)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight once (a tied head is its embedding), detached."""
+        """Yield every weight once, detached; a head tied to the embedding is not repeated."""
         for name, weight in self.model.named_parameters():
             yield name, weight.detach()
 
     def micro_batches(
         self, pairs: Sequence[tuple[Prompt, Completion]], rows: Sequence[int] | None = None
     ) -> Iterator[MicroBatch]:
-        """Of all `pairs`, or of some `rows` of them."""
+        """Cut all `pairs`, or only these `rows` of them, into micro-batches."""
         return micro_batches(pairs, self.micro_batch_tokens, self.device, self.packed, rows)
 
     def score(
@@ -77,17 +79,16 @@ class Policy:
         temperature: float,
         weights: Mapping[str, Tensor] | None = None,
     ) -> Scores:
-        """Scores of `batch` under θ, or under `weights` in its place (θ′, say) without touching θ."""
-        cached = (
-            not self.model.is_gradient_checkpointing
-        )  # bf16 copies of all weights, for one pass: 2 bytes a weight
+        """Score `batch` under θ, or under other `weights` (θ′, for example) without touching θ."""
+        # Autocast's cache holds bf16 copies of all weights during a pass: 2 bytes per weight.
+        cached = not self.model.is_gradient_checkpointing
         with torch.autocast(
             self.device.type, torch.bfloat16, enabled=self._autocast, cache_enabled=cached
         ):
             if weights is None:
                 return self._scorer(batch, temperature)
-            named = {f"model.{name}": weight for name, weight in weights.items()}
-            return torch.func.functional_call(self._scorer, named, (batch, temperature))
+            replaced = {f"model.{name}": weight for name, weight in weights.items()}
+            return torch.func.functional_call(self._scorer, replaced, (batch, temperature))
 
     def gradient(
         self,
@@ -96,30 +97,30 @@ class Policy:
         loss: Callable[[MicroBatch, Scores], Tensor | None],
         rows: Sequence[int] | None = None,
     ) -> dict[str, Tensor]:
-        """∇ Σ loss over the micro-batches of `pairs`, or of some `rows` of them, beside the model.
+        """Return the gradient of the loss, summed over micro-batches of `pairs` or these `rows`.
 
-        Its own `.grad` fields are left alone. A micro-batch whose loss is None costs no backward pass; if all are, the
-        gradient is empty.
+        The model's `.grad` fields keep their values. A micro-batch whose loss is None costs no
+        backward pass; if all losses are None, the gradient is empty.
         """
         weights = dict(self.model.named_parameters())
-        aside = {name: weight.grad for name, weight in weights.items()}
+        saved = {name: weight.grad for name, weight in weights.items()}
         try:
             for weight in weights.values():
                 weight.grad = None
             for batch in self.micro_batches(pairs, rows):
                 value = loss(batch, self.score(batch, temperature))
                 if value is not None:
-                    value.backward()  # sums in place, which no list of gradients would
+                    value.backward()  # accumulates in place; autograd.grad would need a second copy
             return {
                 name: weight.grad for name, weight in weights.items() if weight.grad is not None
             }
         finally:
             for name, weight in weights.items():
-                weight.grad = aside[name]
+                weight.grad = saved[name]
 
 
 class _Scorer(nn.Module):
-    """Model and head as one module, so that `functional_call` can put other weights under both."""
+    """Joins model and head in one module: `functional_call` replaces the weights of both."""
 
     def __init__(self, model: Any, head_tokens: int) -> None:
         super().__init__()
@@ -128,37 +129,41 @@ class _Scorer(nn.Module):
         self.packing = Packing(model)
 
     def forward(self, batch: MicroBatch, temperature: float) -> Scores:
-        hidden = self.hidden_states(batch.inputs).flatten(0, 1)[
-            batch.predictors
-        ]  # [C, H]: completion tokens only
-        head = Head.of(self.model)
+        # [C, H]: only the states that predict completion tokens
+        hidden = self.hidden_states(batch.inputs).flatten(0, 1)[batch.predictors]
+        head = LMHead.from_model(self.model)
         dtype = _product_dtype(head.weight)
         columns = head.scores(hidden, batch.targets, temperature, self.head_tokens, dtype)
-        return Scores(*(batch.spread(column) for column in columns))
+        return Scores(*(batch.scatter(column) for column in columns))
 
     def hidden_states(self, inputs: Padded | Packed) -> Tensor:
-        if self.packing.adopted != isinstance(inputs, Packed):
-            raise ValueError(
-                "a policy that packs cannot score padded rows, nor one that pads packed ones"
-            )
+        if self.packing.enabled != isinstance(inputs, Packed):
+            expected = "packed" if self.packing.enabled else "padded"
+            got = "packed" if isinstance(inputs, Packed) else "padded"
+            raise ValueError(f"the policy scores {expected} micro-batches, got a {got} one")
         if isinstance(inputs, Packed):
-            self.packing.take(inputs)
+            self.packing.set_batch(inputs)
             options = {"input_ids": inputs.input_ids, "position_ids": inputs.position_ids}
         else:
             options = {"input_ids": inputs.input_ids, "attention_mask": inputs.attention_mask}
         return self.model.base_model(**options, use_cache=False).last_hidden_state
 
 
+def _output_to_fp32(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+    return output.float()
+
+
 def _product_dtype(weight: Tensor) -> torch.dtype:
-    """What autocast would take a product in."""
-    kind = weight.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    """Return the dtype in which autocast computes a product with `weight`."""
+    device = weight.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
 
-def _hold_matrices(model: Any, dtype: torch.dtype) -> None:
-    """Keep what autocast would cast for every product in that type; norms and the residual stream stay in fp32.
+def _cast_matrices(model: Any, dtype: torch.dtype) -> None:
+    """Store in `dtype` what autocast casts for every product; norms and residual stream stay fp32.
 
-    So the scores do not change, but for the embedding's rounding: none, if the weights were published in `dtype`.
+    Scores change only by the rounding of the embedding, and not at all if the weights were
+    published in `dtype`.
     """
     for weight in model.parameters():
         if weight.ndim > 1:
@@ -167,13 +172,13 @@ def _hold_matrices(model: Any, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def _check_head(scorer: _Scorer, device: torch.device) -> None:
-    """Refuse a family whose logits are not what our head computes: its ratios would be silently wrong."""
+    """Refuse a family whose logits our head does not reproduce: ratios would be silently wrong."""
     ids = torch.arange(1, 5, device=device).unsqueeze(0)
-    ones = torch.ones_like(ids)
-    expected = scorer.model(input_ids=ids, attention_mask=ones, use_cache=False).logits.float()
-    ours = Head.of(scorer.model).logits(scorer.hidden_states(Padded(ids, ones))[0])
-    if not torch.allclose(ours, expected[0], atol=1e-3, rtol=1e-3):
+    mask = torch.ones_like(ids)
+    expected = scorer.model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
+    logits = LMHead.from_model(scorer.model).logits(scorer.hidden_states(Padded(ids, mask))[0])
+    if not torch.allclose(logits, expected[0], atol=1e-3, rtol=1e-3):
         family = type(scorer.model).__name__
         raise UserError(
-            f"model: {family} changes its logits after the head in a way that eepo does not know"
+            f"model: {family} is not supported: it transforms its logits in an unknown way"
         )
