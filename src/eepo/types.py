@@ -88,9 +88,11 @@ class Rollout:
     rewards: list[list[float]] = field(default_factory=list)  # [Q][G]
     verdicts: list[list[Verdict]] = field(default_factory=list)  # [Q][G]
     stages: list[int] = field(default_factory=list)  # [G], from 1: the stage of each column
+    from_policy: list[bool] = field(default_factory=list)  # [G]: sampled from θ, not from θ′
     advantages: list[list[float]] = field(default_factory=list)  # [Q][G]
     # (q, g) -> log-probability under θ′, for the completions that the probe has measured
     logprobs_after: dict[tuple[int, int], float] = field(default_factory=dict)
+    unlearned: bool = False  # the engine holds θ′ ≠ θ
     # verdicts of stages whose grading still runs
     pending: list[Future[list[Verdict]]] = field(default_factory=list)
 
@@ -105,6 +107,7 @@ class Rollout:
                 self.verdicts.append([])
             self.groups[row] += group
         self.stages += [stage] * len(groups[0])
+        self.from_policy += [not self.unlearned] * len(groups[0])
         self.pending.append(verdicts)
 
     def wait_for_rewards(self) -> None:
@@ -117,8 +120,12 @@ class Rollout:
                 self.rewards[row] += [verdict.reward for verdict in graded]
                 self.verdicts[row] += graded
 
-    def record_logprobs_after(self, logprobs: Mapping[int, float]) -> None:
-        """Keep log-probabilities under θ′, given by index in `pairs` of all groups so far."""
+    def record_unlearning(self, logprobs: Mapping[int, float]) -> None:
+        """Note that the next stage is sampled from θ′, and keep log-probabilities under θ′.
+
+        These are given by index in `pairs` of all groups so far.
+        """
+        self.unlearned = True
         group_size = len(self.stages)
         self.logprobs_after |= {divmod(i, group_size): value for i, value in logprobs.items()}
 

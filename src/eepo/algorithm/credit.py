@@ -2,8 +2,8 @@
 
 `credit = "importance"` divides by the probability under the weights that sampled, as in the paper.
 A completion that θ′ finds because θ almost never samples it then has a ratio close to 0.
-`credit = "full"` divides stage 2 by θ's probability before the update, so that its ratio starts
-at 1. docs/credit.md explains the difference.
+`credit = "full"` divides what θ′ sampled by θ's probability before the update, so that its ratio
+starts at 1. docs/credit.md explains the difference. A step without unlearning is GRPO under both.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ def _old_logprobs(
     logprobs: list[Sequence[float]] = [completion.logprobs for _, completion in pairs]
     if options.credit == "importance":
         return OldLogprobs(logprobs, [False] * len(pairs))
-    later_stage = [stage > 1 for stage in rollout.stages] * len(rows)
+    unlearned = [not from_policy for from_policy in rollout.from_policy] * len(rows)
     if is_first:
-        return OldLogprobs(logprobs, later_stage)
+        return OldLogprobs(logprobs, unlearned)
     advantages = [advantage for row in rows for advantage in rollout.advantages[row]]
-    needed = [i for i, later in enumerate(later_stage) if later and advantages[i]]
+    needed = [i for i, replaced in enumerate(unlearned) if replaced and advantages[i]]
     with torch.no_grad():
         for batch in policy.micro_batches(pairs, needed):
             scores = policy.score(batch, options.temperature)
             for row, values, mask in zip(batch.rows, scores.logprobs, batch.mask, strict=True):
                 logprobs[row] = values[mask].tolist()
-    without_advantage = [later and not advantages[i] for i, later in enumerate(later_stage)]
-    return OldLogprobs(logprobs, without_advantage)
+    skipped = [replaced and not advantages[i] for i, replaced in enumerate(unlearned)]
+    return OldLogprobs(logprobs, skipped)

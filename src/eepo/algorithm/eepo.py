@@ -19,7 +19,7 @@ from eepo.algorithm.credit import OldLogprobs, old_logprobs
 from eepo.algorithm.gates import StepGate
 from eepo.algorithm.grading import BackgroundGrader
 from eepo.algorithm.losses import grpo_loss
-from eepo.algorithm.lr_search import lr_for_kl
+from eepo.algorithm.lr_search import lr_above_floor
 from eepo.algorithm.metrics import StepMetrics
 from eepo.algorithm.probe import Effect, Probe, unlearn_gradient
 from eepo.algorithm.unlearning import UnlearnBatch, changed_share, load_unlearned
@@ -106,7 +106,7 @@ class EEPO:
         effect = effect or probe.measure(weights)
         changed = changed_share(self.policy.named_weights(), weights)
         metrics.unlearning.record_step(lr, effect, changed)
-        rollout.record_logprobs_after(effect.logprobs_after)
+        rollout.record_unlearning(effect.logprobs_after)
 
     def unlearn_lr(
         self, gradient: Mapping[str, Tensor], probe: Probe
@@ -121,8 +121,10 @@ class EEPO:
             return effects[lr].kl
 
         target = self.options.unlearn_kl_target * self.unlearn_scale
-        self.auto_lr = lr_for_kl(kl_of, target, self.auto_lr)
-        return self.auto_lr, effects.get(self.auto_lr)
+        rounds = {self.engine.dtype, self.policy.compute_dtype} != {torch.float32}
+        found = lr_above_floor(kl_of, target, self.auto_lr, has_floor=rounds)
+        self.auto_lr, effect = found.lr, effects.get(found.lr)
+        return found.lr, effect and replace(effect, kl=found.kl, kl_floor=found.floor)
 
     def update(self, rollout: Rollout, rows: range, old: OldLogprobs, metrics: StepMetrics) -> None:
         """Take one optimizer step on the groups of `rows`. Every token weighs the same."""

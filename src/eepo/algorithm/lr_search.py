@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+
+log = logging.getLogger(__name__)
 
 MAX_TRIES = 10
 CLOSE_ENOUGH = 1.1  # a KL within this factor of the target ends the search
@@ -49,9 +52,12 @@ def lr_above_floor(
 ) -> SearchResult:
     """Search as `lr_for_kl` does, but subtract the KL that rounding alone causes.
 
-    With bf16 passes (`has_floor`) every step, however small, has a KL that comes from rounding.
+    With bf16 weights or passes (`has_floor`) every step, however small, has a KL that comes from
+    rounding. A search for the whole KL would stop at a step that does nothing.
     """
     floor = kl_of(start * NEGLIGIBLE) if has_floor else 0.0
+    if floor > target:
+        _warn_below_floor(target, floor)
     tries: dict[float, float] = {}
 
     def kl_above_floor(lr: float) -> float:
@@ -62,6 +68,22 @@ def lr_above_floor(
     if not any(kl > 0 or math.isnan(kl) for kl in tries.values()):  # saturated: no rate moves θ
         lr = start
     return SearchResult(lr, max(tries.get(lr, 0.0), 0.0), floor)
+
+
+_WARNED: set[float] = set()
+
+
+def _warn_below_floor(target: float, floor: float) -> None:
+    """Warn once per target: rounding hides a KL that small."""
+    if target in _WARNED:
+        return
+    _WARNED.add(target)
+    log.warning(
+        "unlearn_kl_target = %g is below %g, the KL that rounding alone causes; use a larger "
+        "target, or float32 for the rollout weights and the training passes",
+        target,
+        floor,
+    )
 
 
 def _next_lr(

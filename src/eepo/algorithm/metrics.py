@@ -102,6 +102,7 @@ class UnlearningMetrics:
             "unlearn/loss_before": effect.loss_before,
             "unlearn/loss_after": effect.loss_after,
             "unlearn/kl": effect.kl,
+            "unlearn/kl_floor": effect.kl_floor,
             "unlearn/weights_changed_share": changed_share,
         }
 
@@ -139,7 +140,7 @@ class UpdateMetrics:
         batch_stages = batch.pick([float(stage) for stage in stages])
         for stage in sorted(set(stages)):
             in_stage = batch.mask & (batch_stages == stage)[:, None]
-            self._ratios[stage].add(ratio, clipped, in_stage)
+            self._ratios[stage].add(ratio, clipped, positive, in_stage)
         if not self._grad_norms:  # before the first update, θ is what stage 1 was sampled from
             in_stage_1 = batch.mask & (batch_stages == 1)[:, None]
             mismatch = k3(torch.where(in_stage_1, gap, 0.0).double())
@@ -163,25 +164,44 @@ class UpdateMetrics:
 
 
 class StageRatios:
-    """Sums over the ratios π_θ / (probability at sampling) of one stage's tokens."""
+    """Sums over the ratios π_θ / (denominator) of one stage's tokens.
+
+    The ratios of completions with a positive advantage tell how much of what the stage found
+    reaches the update. The smallest token ratio matters most: at the token that θ would not have
+    sampled.
+    """
 
     def __init__(self) -> None:
-        self.sum = self.count = self.clipped = self.max = torch.zeros(())
+        self._sum = self._count = self._clipped = self._max = torch.zeros(())
+        self._positive_sum = self._positive_count = torch.zeros(())  # tokens
+        self._smallest_sum = self._num_positive = torch.zeros(())  # completions
 
-    def add(self, ratio: Tensor, clipped: Tensor, in_stage: Tensor) -> None:  # each [B, T]
-        ratio = torch.where(in_stage, ratio, 0.0)
-        self.sum = self.sum + ratio.double().sum()
-        self.count = self.count + in_stage.sum()
-        self.clipped = self.clipped + (clipped & in_stage).sum()
-        self.max = torch.maximum(self.max.to(ratio.device), ratio.max())
+    def add(self, ratio: Tensor, clipped: Tensor, positive: Tensor, in_stage: Tensor) -> None:
+        """Add a micro-batch: [B, T] each, but `positive` is [B, 1]."""
+        kept = torch.where(in_stage, ratio, 0.0)
+        self._sum = self._sum + kept.double().sum()
+        self._count = self._count + in_stage.sum()
+        self._clipped = self._clipped + (clipped & in_stage).sum()
+        self._max = torch.maximum(self._max.to(ratio.device), kept.max())
+        rewarded = in_stage & positive
+        self._positive_sum = self._positive_sum + torch.where(rewarded, ratio, 0.0).double().sum()
+        self._positive_count = self._positive_count + rewarded.sum()
+        smallest = torch.where(rewarded, ratio, torch.inf).amin(1)
+        has_tokens = rewarded.any(1)
+        self._smallest_sum = self._smallest_sum + torch.where(has_tokens, smallest, 0.0).sum()
+        self._num_positive = self._num_positive + has_tokens.sum()
 
     def result(self) -> dict[str, float]:
-        count = max(float(self.count), 1.0)
-        return {
-            "ratio_mean": float(self.sum) / count,
-            "ratio_max": float(self.max),
-            "clip_share": float(self.clipped) / count,
+        count = max(float(self._count), 1.0)
+        row = {
+            "ratio_mean": float(self._sum) / count,
+            "ratio_max": float(self._max),
+            "clip_share": float(self._clipped) / count,
         }
+        if int(self._num_positive):
+            row["rewarded_ratio_mean"] = float(self._positive_sum) / float(self._positive_count)
+            row["rewarded_ratio_min"] = float(self._smallest_sum) / float(self._num_positive)
+        return row
 
 
 def rollout_metrics(rollout: Rollout) -> dict[str, float]:

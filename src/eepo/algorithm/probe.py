@@ -24,6 +24,7 @@ class Effect:
     loss_before: float  # unlearning loss under θ
     loss_after: float  # under θ′
     kl: float  # KL(θ‖θ′) per token
+    kl_floor: float = 0.0  # KL from rounding alone, where it was measured and subtracted from `kl`
     logprobs_after: dict[int, float] = field(default_factory=dict)  # under θ′, by index in `pairs`
 
 

@@ -53,6 +53,7 @@ class Policy:
         if compute_dtype is None:
             in_bf16 = self.device.type == "cuda" or matrix_dtype is not None
             compute_dtype = torch.bfloat16 if in_bf16 else torch.float32
+        self.compute_dtype = compute_dtype
         self._autocast = compute_dtype == torch.bfloat16
         can_pack = self.device.type == "cuda" and self._autocast
         self.packed = can_pack and self._scorer.packing.enable_if_equivalent()
