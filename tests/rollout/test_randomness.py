@@ -1,4 +1,4 @@
-"""Draws belong to a row: a published generator, keyed by everything that names the row."""
+"""Random numbers belong to a row: splitmix64, keyed by everything that identifies the row."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from eepo.types import Prompt, Sampling
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=8, seed=3, stream="train/17")
 PROMPT = Prompt("countdown/train/5", "", (1, 2))
 ROW_KEY = 4265524550256231254  # of SAMPLING, PROMPT, sample 2
-FIRST_DRAW = 0.661678883116509
+FIRST_UNIFORM = 0.661678883116509
 
 
-def test_draws_are_splitmix64() -> None:
+def test_uniforms_are_splitmix64() -> None:
+    # The published test values for seed 1234567.
     published = [
         6457827717110365317,
         3203168211198807973,
         9817491932198370423,
         4593380528125082431,
-    ]  # seed 1234567
+    ]
     for position, value in enumerate(published):
         assert uniforms(torch.tensor([1234567]), position).item() == (value >> 11) * 2.0**-53
 
 
-def test_negative_keys_wrap_as_unsigned_ones_do() -> None:
+def test_negative_keys_wrap_like_unsigned_integers() -> None:
     def splitmix(key: int, position: int) -> float:
         wrap = (1 << 64) - 1
         z = (key + (position + 1) * 0x9E3779B97F4A7C15) & wrap
@@ -42,9 +43,9 @@ def test_negative_keys_wrap_as_unsigned_ones_do() -> None:
         ]
 
 
-def test_a_row_key_never_changes_between_versions() -> None:
+def test_row_keys_do_not_change_between_versions() -> None:
     assert row_key(SAMPLING, PROMPT, 2) == ROW_KEY
-    assert uniforms(torch.tensor([ROW_KEY]), 0).item() == FIRST_DRAW
+    assert uniforms(torch.tensor([ROW_KEY]), 0).item() == FIRST_UNIFORM
 
 
 @pytest.mark.parametrize(
@@ -57,31 +58,30 @@ def test_a_row_key_never_changes_between_versions() -> None:
         (replace(SAMPLING, seed=31, stream="7"), PROMPT, 2),
     ],
 )
-def test_whatever_names_a_row_moves_its_key(
+def test_the_key_depends_on_seed_stream_prompt_and_sample(
     sampling: Sampling, prompt: Prompt, sample: int
 ) -> None:
     assert row_key(sampling, prompt, sample) != row_key(SAMPLING, PROMPT, 2)
 
 
-def test_what_does_not_name_a_row_leaves_its_key() -> None:
+def test_the_key_does_not_depend_on_anything_else() -> None:
     other = replace(SAMPLING, temperature=0.5, max_new_tokens=99, first_sample=4)
     assert row_key(other, replace(PROMPT, text="else", token_ids=(9,)), 2) == row_key(
         SAMPLING, PROMPT, 2
     )
 
 
-def test_neighbours_are_distinct_and_spread_evenly() -> None:
-    draws = torch.stack([uniforms(torch.arange(-500, 500), position) for position in range(100)])
-    assert draws.dtype == torch.float64
-    assert draws.min() >= 0
-    assert draws.max() < 1
-    assert len(draws.unique()) == draws.numel()
-    assert draws.mean().item() == pytest.approx(0.5, abs=0.005)
-    assert draws.var().item() == pytest.approx(1 / 12, abs=0.001)
-    counts = torch.histc(draws.float(), 20, 0, 1)
-    assert (
-        (counts - 5000) ** 2 / 5000
-    ).sum() < 50  # chi-square, 19 degrees of freedom: 43.8 is 1 in 1000
-    centred = draws - 0.5
+def test_uniforms_of_neighbours_are_distinct_and_uncorrelated() -> None:
+    values = torch.stack([uniforms(torch.arange(-500, 500), position) for position in range(100)])
+    assert values.dtype == torch.float64
+    assert values.min() >= 0
+    assert values.max() < 1
+    assert len(values.unique()) == values.numel()
+    assert values.mean().item() == pytest.approx(0.5, abs=0.005)
+    assert values.var().item() == pytest.approx(1 / 12, abs=0.001)
+    counts = torch.histc(values.float(), 20, 0, 1)
+    # Chi-square with 19 degrees of freedom exceeds 43.8 once in 1000 times.
+    assert ((counts - 5000) ** 2 / 5000).sum() < 50
+    centred = values - 0.5
     for neighbour in (centred[1:] * centred[:-1], centred[:, 1:] * centred[:, :-1]):
         assert abs(neighbour.mean().item() * 12) < 0.015

@@ -1,4 +1,4 @@
-"""The vLLM engine, for real: it samples from the weights pushed last, and from no others (`make test-vllm`)."""
+"""The vLLM engine with a real vLLM: it samples from the weights loaded last (`make test-vllm`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from eepo.types import Completion, Prompt, Sampling, UserError
 
 if installed_version() is None:
     pytest.skip(
-        "vLLM is not installed here: make test-vllm has an environment with it",
+        "vLLM is not installed; `make test-vllm` creates an environment with it",
         allow_module_level=True,
     )
 
@@ -38,7 +38,7 @@ Build = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def build(new_model: Build) -> Build:
-    """Heads of 32, the smallest for which vLLM has a kernel on the CPU."""
+    """Builds tiny models with heads of 32 dimensions, the fewest that vLLM supports on a CPU."""
 
     def model(family: str, seed: int = 0) -> Any:
         return new_model(
@@ -50,7 +50,7 @@ def build(new_model: Build) -> Build:
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
 def family(request: pytest.FixtureRequest) -> str:
-    """An untied and a tied head."""
+    """Families with an untied and with a tied head."""
     return request.param
 
 
@@ -69,19 +69,19 @@ def engines(build: Build, tokenizer: Any) -> Iterator[Callable[[str], VLLMEngine
 
 @pytest.fixture
 def engine(engines: Callable[[str], VLLMEngine], build: Build, family: str) -> VLLMEngine:
-    """With the weights of seed 0, whatever a test before pushed."""
-    push(engines(family), build(family))
+    """An engine with the weights of seed 0, whatever an earlier test loaded."""
+    load(engines(family), build(family))
     return engines(family)
 
 
 @pytest.fixture(scope="module")
 def long_prompts(tokenizer: Any) -> list[Prompt]:
-    """Longer than two blocks of the prefix cache: short ones are never answered from it."""
+    """Prompts longer than two blocks of the prefix cache, which is not used for short ones."""
     rng = random.Random(0)
     lengths = (300, 300, 410, 290)
     return [
-        Prompt(f"long/{place}", "", tuple(rng.randrange(2, len(tokenizer)) for _ in range(length)))
-        for place, length in enumerate(lengths)
+        Prompt(f"long/{index}", "", tuple(rng.randrange(2, len(tokenizer)) for _ in range(length)))
+        for index, length in enumerate(lengths)
     ]
 
 
@@ -90,7 +90,7 @@ def prompts(ragged_pairs: Any) -> list[Prompt]:
     return [prompt for prompt, _ in ragged_pairs(5, seed=4)]
 
 
-def push(engine: VLLMEngine, model: Any) -> None:
+def load(engine: VLLMEngine, model: Any) -> None:
     engine.load_weights(Policy(model).named_weights())
 
 
@@ -105,13 +105,13 @@ def tokens(groups: list[list[Completion]]) -> list[list[tuple[int, ...]]]:
 def greedy_of_transformers(
     model: Any, prompts: list[Prompt], ends: set[int]
 ) -> list[list[tuple[int, ...]]]:
-    """Prompt by prompt, so that nothing is padded; cut after the first end."""
+    """Generate prompt by prompt, without padding, up to the first end token."""
     groups = []
     for prompt in prompts:
         ids = torch.tensor([prompt.token_ids])
         row = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=GREEDY.max_new_tokens, do_sample=False,
-            eos_token_id=sorted(ends),
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=GREEDY.max_new_tokens,
+            do_sample=False, eos_token_id=sorted(ends),
         )[0, ids.shape[1] :].tolist()  # fmt: skip
         groups.append([tuple(row)])
     return groups
@@ -120,7 +120,7 @@ def greedy_of_transformers(
 # --- weights
 
 
-def test_greedy_follows_every_push_token_for_token(
+def test_greedy_tokens_follow_every_load_weights(
     engine: VLLMEngine,
     build: Build,
     family: str,
@@ -128,17 +128,17 @@ def test_greedy_follows_every_push_token_for_token(
     long_prompts: list[Prompt],
     prompts: list[Prompt],
 ) -> None:
-    asked = [*long_prompts, *prompts]
-    answers = []
+    all_prompts = [*long_prompts, *prompts]
+    results = []
     for seed in (0, 1, 0):  # θ, θ′ and θ again
         model = build(family, seed)
-        push(engine, model)
-        answers.append(tokens(engine.generate(asked, 1, GREEDY)))
-        assert answers[-1] == greedy_of_transformers(model, asked, {tokenizer.eos_token_id})
-    assert answers[0] == answers[2] != answers[1]
+        load(engine, model)
+        results.append(tokens(engine.generate(all_prompts, 1, GREEDY)))
+        assert results[-1] == greedy_of_transformers(model, all_prompts, {tokenizer.eos_token_id})
+    assert results[0] == results[2] != results[1]
 
 
-def test_without_emptying_the_prefix_cache_the_answers_would_be_those_of_earlier_weights(
+def test_without_clearing_the_prefix_cache_old_weights_would_be_used(
     engine: VLLMEngine,
     build: Build,
     family: str,
@@ -147,32 +147,32 @@ def test_without_emptying_the_prefix_cache_the_answers_would_be_those_of_earlier
 ) -> None:
     engine.generate(long_prompts, 1, GREEDY)
     other = build(family, seed=1)
-    push(engine, other)
-    right = tokens(engine.generate(long_prompts, 1, GREEDY))
-    push(engine, build(family))
+    load(engine, other)
+    expected = tokens(engine.generate(long_prompts, 1, GREEDY))
+    load(engine, build(family))
     engine.generate(long_prompts, 1, GREEDY)
-    monkeypatch.setattr(engine, "_reset_cache", lambda: None)
-    push(engine, other)
-    assert tokens(engine.generate(long_prompts, 1, GREEDY)) != right
+    monkeypatch.setattr(engine, "_reset_prefix_cache", lambda: None)
+    load(engine, other)
+    assert tokens(engine.generate(long_prompts, 1, GREEDY)) != expected
 
 
-def test_a_small_step_is_felt(
+def test_a_small_change_of_weights_changes_logprobs(
     engine: VLLMEngine, build: Build, family: str, long_prompts: list[Prompt], plain_scores: Any
 ) -> None:
-    """As unlearning makes one: log-probabilities are those of θ′, not of θ."""
+    """As after unlearning: log-probabilities are those of θ′, not of θ."""
     moved = build(family)
     with torch.no_grad():
         for weight in moved.parameters():
             weight.mul_(1.01)
-    push(engine, moved)
-    [[drawn]] = engine.generate(long_prompts[:1], 1, WARM)
-    after = plain_scores(moved, long_prompts[0], drawn, 0.7).logprobs.tolist()
-    before = plain_scores(build(family), long_prompts[0], drawn, 0.7).logprobs.tolist()
-    assert drawn.logprobs == pytest.approx(after, abs=1e-4)
-    assert drawn.logprobs != pytest.approx(before, abs=1e-2)
+    load(engine, moved)
+    [[completion]] = engine.generate(long_prompts[:1], 1, WARM)
+    after = plain_scores(moved, long_prompts[0], completion, 0.7).logprobs.tolist()
+    before = plain_scores(build(family), long_prompts[0], completion, 0.7).logprobs.tolist()
+    assert completion.logprobs == pytest.approx(after, abs=1e-4)
+    assert completion.logprobs != pytest.approx(before, abs=1e-2)
 
 
-def test_the_engine_starts_with_the_models_weights_and_holds_a_copy(
+def test_the_engine_starts_with_a_copy_of_the_models_weights(
     build: Build, tokenizer: Any, long_prompts: list[Prompt]
 ) -> None:
     model = build("qwen2")
@@ -189,30 +189,31 @@ def test_the_engine_starts_with_the_models_weights_and_holds_a_copy(
     assert tokens(engine.generate(long_prompts, 1, GREEDY)) == expected
 
 
-def test_a_missing_weight_is_refused(engine: VLLMEngine, build: Build, family: str) -> None:
+def test_load_weights_refuses_a_missing_weight(
+    engine: VLLMEngine, build: Build, family: str
+) -> None:
     weights = [
         (name, weight)
         for name, weight in build(family).named_parameters()
         if name != "model.norm.weight"
     ]
-    with pytest.raises(ValueError, match=r"1 weights stale, such as model\.norm\.weight"):
+    with pytest.raises(ValueError, match=r"no values for 1 weights, such as model\.norm\.weight"):
         engine.load_weights(weights)
 
 
-def test_other_probabilities_than_the_policys_are_refused(
+def test_logprobs_that_differ_from_the_policys_are_refused(
     engine: VLLMEngine, build: Build, family: str
 ) -> None:
-    engine._check_family(build(family))
-    with pytest.raises(
-        UserError, match=r"computes other probabilities for .*ForCausalLM than transformers"
-    ):
-        engine._check_family(build(family, seed=1))
+    engine._check_logprobs(build(family))
+    differ = r"log-probabilities of .*ForCausalLM differ from those of transformers by"
+    with pytest.raises(UserError, match=differ):
+        engine._check_logprobs(build(family, seed=1))
 
 
-# --- draws
+# --- sampling
 
 
-def test_logprobs_are_the_policys_at_the_sampling_temperature(
+def test_logprobs_are_those_of_the_policy_at_the_sampling_temperature(
     engine: VLLMEngine, build: Build, family: str, prompts: list[Prompt], plain_scores: Any
 ) -> None:
     model = build(family)
@@ -227,14 +228,14 @@ def test_logprobs_are_the_policys_at_the_sampling_temperature(
                 assert completion.entropy_sum() == pytest.approx(-sum(completion.logprobs))
 
 
-def test_a_row_draws_the_same_tokens_in_any_company(
+def test_tokens_of_a_row_do_not_depend_on_the_batch(
     engine: VLLMEngine, prompts: list[Prompt]
 ) -> None:
     whole = engine.generate(prompts, 4, WARM)
     assert len({completion.token_ids for completion in whole[0]}) > 1
     order = [3, 1, 4, 0, 2]
-    assert tokens(engine.generate([prompts[p] for p in order], 4, WARM)) == tokens(
-        [whole[p] for p in order]
+    assert tokens(engine.generate([prompts[index] for index in order], 4, WARM)) == tokens(
+        [whole[index] for index in order]
     )
     assert tokens(engine.generate(prompts[2:3], 4, WARM)) == tokens(whole[2:3])
     second = engine.generate(prompts, 2, replace(WARM, first_sample=2))
@@ -245,14 +246,14 @@ def test_a_row_draws_the_same_tokens_in_any_company(
 def test_frequencies_match_probabilities(
     engine: VLLMEngine, build: Build, family: str, prompts: list[Prompt]
 ) -> None:
-    number, prompt = 3000, prompts[0]
-    drawn = flat(engine.generate([prompt], number, Sampling(1.0, 1, seed=11)))
+    num_samples, prompt = 3000, prompts[0]
+    sampled = flat(engine.generate([prompt], num_samples, Sampling(1.0, 1, seed=11)))
     with torch.no_grad():
-        expected = number * build(family)(torch.tensor([prompt.token_ids])).logits[
+        expected = num_samples * build(family)(torch.tensor([prompt.token_ids])).logits[
             0, -1
         ].double().softmax(0)
     counts = torch.bincount(
-        torch.tensor([c.token_ids[0] for c in drawn]), minlength=len(expected)
+        torch.tensor([c.token_ids[0] for c in sampled]), minlength=len(expected)
     ).double()
     common = expected >= 5
     cells = [
@@ -260,24 +261,24 @@ def test_frequencies_match_probabilities(
         (counts[~common].sum(), expected[~common].sum()),
     ]
     chi_square = sum(float((count - mean) ** 2 / mean) for count, mean in cells)
-    free = len(cells) - 1
-    assert free >= 5
-    assert chi_square < free + 4 * (2 * free) ** 0.5
+    degrees_of_freedom = len(cells) - 1
+    assert degrees_of_freedom >= 5
+    assert chi_square < degrees_of_freedom + 4 * (2 * degrees_of_freedom) ** 0.5
 
 
-# --- ends
+# --- end tokens
 
 
-def test_completions_end_with_their_only_end_or_at_the_limit(
+def test_completions_end_with_an_end_token_or_at_the_limit(
     build: Build, tokenizer: Any, prompts: list[Prompt]
 ) -> None:
     model = build("llama")
     model.generation_config.eos_token_id = list(range(1, model.config.vocab_size, 8))
     ends = {*model.generation_config.eos_token_id, tokenizer.eos_token_id}
     engine = VLLMEngine(model, tokenizer, torch.float32)
-    drawn = flat(engine.generate(prompts, 8, WARM))
-    finished = [completion for completion in drawn if completion.finished]
-    cut_off = [completion for completion in drawn if not completion.finished]
+    sampled = flat(engine.generate(prompts, 8, WARM))
+    finished = [completion for completion in sampled if completion.finished]
+    cut_off = [completion for completion in sampled if not completion.finished]
     assert finished
     assert cut_off
     for completion in finished:
@@ -285,13 +286,13 @@ def test_completions_end_with_their_only_end_or_at_the_limit(
         assert completion.text == tokenizer.decode(
             list(completion.token_ids), skip_special_tokens=True
         )
-    assert not any(ends & set(completion.token_ids[:-1]) for completion in drawn)
+    assert not any(ends & set(completion.token_ids[:-1]) for completion in sampled)
     assert {len(completion.token_ids) for completion in cut_off} == {WARM.max_new_tokens}
     length = max(len(completion.token_ids) for completion in finished)
     again = flat(engine.generate(prompts, 8, replace(WARM, max_new_tokens=length)))
     assert any(completion.finished and len(completion.token_ids) == length for completion in again)
     assert [completion.finished for completion in again] == [
-        completion.finished for completion in drawn
+        completion.finished for completion in sampled
     ]
 
 
@@ -299,32 +300,35 @@ def test_a_completion_also_ends_at_the_stop_text(
     build: Build, tokenizer: Any, prompts: list[Prompt]
 ) -> None:
     model = build("llama")
-    drawn = flat(VLLMEngine(model, tokenizer, torch.float32, stop="=").generate(prompts, 16, WARM))
+    sampled = flat(
+        VLLMEngine(model, tokenizer, torch.float32, stop="=").generate(prompts, 16, WARM)
+    )
     [equals] = tokenizer.convert_tokens_to_ids(["="])
-    stopped = [completion for completion in drawn if completion.token_ids[-1] == equals]
+    stopped = [completion for completion in sampled if completion.token_ids[-1] == equals]
     assert stopped
     assert all(
         completion.finished and completion.text.rstrip().endswith("=") for completion in stopped
     )
-    assert not any(equals in completion.token_ids[:-1] for completion in drawn)
+    assert not any(equals in completion.token_ids[:-1] for completion in sampled)
 
 
-def test_what_there_is_no_room_for_is_refused(
+def test_too_long_or_too_cold_requests_are_refused(
     engine: VLLMEngine, long_prompts: list[Prompt]
 ) -> None:
     assert engine.max_tokens == POSITIONS
     with pytest.raises(
-        UserError, match="max_new_tokens = 300 after a prompt of 410 tokens is more than the 512"
+        UserError,
+        match="max_new_tokens = 300 after a prompt of 410 tokens exceeds vLLM's limit of 512",
     ):
         engine.generate(long_prompts, 1, Sampling(1.0, 300))
-    with pytest.raises(UserError, match=r"temperature 0\.001 .* give 0 or at least 0\.01"):
+    with pytest.raises(UserError, match=r"temperature 0\.001 .* allowed: 0, or at least 0\.01"):
         engine.generate(long_prompts, 1, Sampling(0.001, 8))
 
 
 # --- the host process
 
 
-def test_the_process_keeps_its_random_states_and_its_threads(
+def test_random_states_and_thread_settings_are_restored(
     build: Build, tokenizer: Any, prompts: list[Prompt]
 ) -> None:
     threads, switch = torch.get_num_threads(), torch.set_num_threads
@@ -342,21 +346,21 @@ def test_the_process_keeps_its_random_states_and_its_threads(
 # --- runs
 
 KNOBS = [
-    'rollout.engine="vllm"', "training.num_steps=4", "training.prompts_per_step=8", "training.prompts_per_mini_batch=8",
-    "task.num_evaluation=4", "evaluation.num_samples=2", "evaluation.every=2", "evaluation.quick_problems=2",
-    "training.checkpoint_every=2",
+    'rollout.engine="vllm"', "training.num_steps=4", "training.prompts_per_step=8",
+    "training.prompts_per_mini_batch=8", "training.checkpoint_every=2", "task.num_evaluation=4",
+    "evaluation.num_samples=2", "evaluation.every=2", "evaluation.quick_problems=2",
 ]  # fmt: skip
 
 
 def rows(run: Path, name: str) -> list[dict[str, Any]]:
-    """Without times."""
+    """Read a JSON Lines file without its timings."""
     lines = [json.loads(line) for line in (run / name).read_text().splitlines()]
     return [{key: value for key, value in line.items() if "second" not in key} for line in lines]
 
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Through the command line, in a process of its own."""
+    """A run through the command line, in another process."""
     out = tmp_path_factory.mktemp("vllm") / "run"
     knobs = [part for knob in KNOBS for part in ("--set", knob)]
     command = [sys.executable, "-m", "eepo", "train", "demo/eepo", "--out", str(out), *knobs]
@@ -370,14 +374,14 @@ def test_a_run_trains_unlearns_and_evaluates(whole_run: Path) -> None:
     assert len(metrics) == 4
     assert any(row["unlearn/weights_changed_share"] > 0 for row in metrics)
     for row in metrics:
-        assert row["stage1/ratio_mean"] == pytest.approx(1, abs=1e-3)  # sampled from θ itself
+        assert row["stage1/ratio_mean"] == pytest.approx(1, abs=1e-3)  # sampled from θ
         assert row["grad_norm"] > 0
-    apart = [abs(row["stage2/ratio_mean"] - 1) for row in metrics]
-    assert max(apart) > 1e-3  # sampled from θ′
+    differences = [abs(row["stage2/ratio_mean"] - 1) for row in metrics]
+    assert max(differences) > 1e-3  # sampled from θ′
     assert {row["kind"] for row in rows(whole_run, "evaluations.jsonl")} == {"quick", "full"}
 
 
-def test_a_resumed_run_equals_one_that_never_stopped(whole_run: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_run(whole_run: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     shorter = [knob.replace("num_steps=4", "num_steps=2") for knob in KNOBS]
     for knobs, resume in ((shorter, False), (KNOBS, True)):
@@ -389,7 +393,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(whole_run: Path, tmp_path: 
         assert got == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-def test_entropies_of_the_sampled_tokens_are_near_the_policys(whole_run: Path) -> None:
-    """An estimate, without bias: over all tokens of a step it is close to that of the full distributions."""
+def test_estimated_entropies_are_close_to_the_policys(whole_run: Path) -> None:
+    """The estimate from sampled tokens is unbiased: over a step it is close to the exact mean."""
     for row in rows(whole_run, "metrics.jsonl"):
         assert row["entropy"] == pytest.approx(row["policy_entropy"], rel=0.25)

@@ -1,4 +1,4 @@
-"""What is said before vLLM is started, or where it cannot be had."""
+"""Errors of the vLLM engine before vLLM starts, and without vLLM installed."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ VLLM = ('rollout.engine="vllm"',)
 
 
 @pytest.fixture
-def absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is installed, look elsewhere for it."""
-    found = vllm.importlib.util.find_spec
+def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide vLLM if it is installed."""
+    find_spec = vllm.importlib.util.find_spec
     monkeypatch.setattr(
-        vllm.importlib.util, "find_spec", lambda name: None if name == "vllm" else found(name)
+        vllm.importlib.util, "find_spec", lambda name: None if name == "vllm" else find_spec(name)
     )
 
 
@@ -35,24 +35,24 @@ def run_config(*overrides: str) -> RunConfig:
     return recipe.load_run("demo/eepo", VLLM + overrides)
 
 
-@pytest.mark.usefixtures("absent")
-def test_without_vllm_a_run_says_what_to_install_and_leaves_no_folder(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("no_vllm")
+def test_a_run_without_vllm_says_what_to_install_and_creates_no_folder(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"vLLM is not installed; pip install 'eepo\[vllm\]'"):
         build_trainer(run_config(), tmp_path / "run", False, Progress(Console(file=io.StringIO())))
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.usefixtures("absent")
-def test_the_doctor_says_that_the_engine_cannot_be_had() -> None:
+@pytest.mark.usefixtures("no_vllm")
+def test_the_doctor_reports_that_vllm_is_missing() -> None:
     findings = {}
     for finding in examine("demo/eepo", (*VLLM, "task.num_evaluation=2"), num_prompts=1):
         findings[finding.name] = finding
     assert findings["engine"].level == "fail"
     assert "pip install 'eepo[vllm]'" in findings["engine"].text
-    assert "samples" in findings, "the rest is still looked at"
+    assert "samples" in findings, "other checks still run"
 
 
-def test_the_doctor_is_silent_on_engines_that_need_nothing() -> None:
+def test_the_doctor_reports_nothing_about_the_builtin_engine() -> None:
     first = [
         finding.name
         for _, finding in zip(range(3), examine("demo/eepo", num_prompts=1), strict=False)
@@ -67,7 +67,7 @@ def test_a_temperature_that_vllm_would_raise_is_refused_when_the_recipe_is_read(
         match=rf"{knob} must be at least 0\.01 with rollout.engine = \"vllm\", got 0\.005",
     ):
         run_config(f"{knob}=0.005")
-    assert recipe.load_run("demo/eepo", [f"{knob}=0.005"]), "other engines take it"
+    assert recipe.load_run("demo/eepo", [f"{knob}=0.005"]), "the built-in engine accepts it"
 
 
 def test_half_precision_on_the_cpu_is_refused() -> None:
@@ -82,8 +82,8 @@ def test_half_precision_on_the_cpu_is_refused() -> None:
 @pytest.mark.parametrize(
     ("device", "platform", "line"),
     [
-        ("cpu", "cuda", "is built for cuda here, and model.device is cpu"),
-        ("cuda:0", "cpu", "is built for cpu here, and model.device is cuda"),
+        ("cpu", "cuda", "is built for cuda, and model.device is cpu"),
+        ("cuda:0", "cpu", "is built for cpu, and model.device is cuda"),
         ("cuda:2", "cuda", "set CUDA_VISIBLE_DEVICES=2 and model.device = cuda"),
     ],
 )
@@ -95,11 +95,11 @@ def test_a_device_that_vllm_would_not_use_is_refused(device: str, platform: str,
 @pytest.mark.parametrize(
     ("device", "platform"), [("cpu", "cpu"), ("cuda", "cuda"), ("cuda:0", "cuda")]
 )
-def test_the_device_that_it_would_use_is_not(device: str, platform: str) -> None:
+def test_a_device_that_vllm_would_use_is_accepted(device: str, platform: str) -> None:
     vllm.check_device(torch.device(device), platform)
 
 
-def test_the_share_of_the_card_may_change_when_a_run_is_resumed() -> None:
+def test_gpu_memory_share_may_change_when_a_run_is_resumed() -> None:
     from eepo.assemble import FREE_TO_CHANGE
 
     knobs: dict[str, Any] = dataclasses.asdict(run_config().rollout)
