@@ -1,4 +1,4 @@
-"""Trainers for tests of TRL's adapter. Nothing of TRL is imported before one is asked for: others here do without."""
+"""Builds trainers for the tests of the TRL adapter. TRL is imported only when a test needs it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 from eepo.types import Prompt
 
-GROUP = 4  # completions of a prompt
+GROUP = 4  # completions per prompt
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
-    """Rewards that differ within a group, and need no skill to earn."""
+    """Return rewards that differ within a group, also for an untrained model."""
     return [float(sum(map(ord, text)) % 5) for text in completions]
 
 
@@ -23,18 +23,20 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 def build(
     tmp_path: Path, sharp_model: Callable[[], Any], tokenizer: Any, demo_prompts: list[Prompt]
 ) -> Callable[..., Any]:
-    """A trainer on 8 prompts: EEPO's, or TRL's own for `eepo=False`. Two groups of 4 in each generation batch."""
+    """Return a function that builds an `EEPOTrainer`, or with `eepo=False` a `GRPOTrainer`.
 
+    The data set has 8 prompts. A generation batch has two groups of 4 completions.
+    """
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
     from eepo.adapters.trl import EEPOConfig, EEPOTrainer
 
     def make(eepo: bool = True, model: Any = None, **settings: Any) -> Any:
-        others = ("tools", "rollout_func", "peft_config", "reward_funcs")
-        extra = {"reward_funcs": reward} | {
-            name: settings.pop(name) for name in others if name in settings
-        }
+        arguments = {"reward_funcs": reward}
+        for name in ("tools", "rollout_func", "peft_config", "reward_funcs"):
+            if name in settings:
+                arguments[name] = settings.pop(name)
         data = Dataset.from_list([{"prompt": prompt.text} for prompt in demo_prompts[:8]])
         defaults = {
             "output_dir": str(tmp_path / "run"),
@@ -58,7 +60,7 @@ def build(
             train_dataset=data,
             eval_dataset=data,
             processing_class=tokenizer,
-            **extra,
+            **arguments,
         )
 
     return make
@@ -66,7 +68,10 @@ def build(
 
 @pytest.fixture(scope="session")
 def sharp_model(new_model: Callable[..., Any]) -> Callable[[], Any]:
-    """The same tiny decoder every time; its head is scaled so that some tokens are certain and others are not."""
+    """Return a function that builds the same tiny decoder each time.
+
+    Its head is scaled, so that some tokens are certain and others are not.
+    """
 
     def make() -> Any:
         model = new_model("llama", seed=3)

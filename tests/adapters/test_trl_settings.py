@@ -1,4 +1,4 @@
-"""What TRL's adapter refuses, what it relies on in TRL, and its examples."""
+"""Tests the settings that the TRL adapter rejects, the TRL internals it needs, and its examples."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 Build = Callable[..., Any]
 
 
-# --- mistakes
+# --- wrong settings
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ Build = Callable[..., Any]
         ({"gate_threshold": -1.0}, "gate_threshold = -1.0 must be"),
         (
             {"unlearn_lr": "auto"},
-            "unlearn_lr = 'auto' must be a number here; unlearn_kl_target chooses it",
+            "unlearn_lr = 'auto' must be a number; set unlearn_kl_target",
         ),
         ({"unlearn_kl_target": 0.0}, "unlearn_kl_target = 0.0 must be"),
         ({"unlearn_kl_target": 1e-3, "unlearn_lr": -1.0}, "unlearn_lr = -1.0 must be > 0"),
@@ -61,6 +61,14 @@ Build = Callable[..., Any]
             {"unlearn_on": "good"},
             'unlearn_on = "good" must be one of "all", "rewarded", "unrewarded", "zero_variance"',
         ),
+        (
+            {"unlearn_on": "stuck"},
+            'unlearn_on = "stuck" must be one of "all", "rewarded", "unrewarded", "zero_variance"',
+        ),
+        (
+            {"stage2_negative_advantages": "positive"},
+            'stage2_negative_advantages = "positive" must be true or false',
+        ),
         ({"unlearn_eps": 0.0}, "unlearn_eps = 0.0 must be"),
         ({"unlearn_loss": "kl"}, 'unlearn_loss = "kl" must be one of "comp", "nll"'),
         (
@@ -70,21 +78,21 @@ Build = Callable[..., Any]
         ({"optim": "galore_adamw_layerwise"}, "optim = .*layerwise must not"),
     ],
 )
-def test_a_wrong_setting_is_one_line(build: Build, settings: dict[str, Any], line: str) -> None:
+def test_a_wrong_setting_gives_one_error_line(
+    build: Build, settings: dict[str, Any], line: str
+) -> None:
     with pytest.raises(UserError, match=line) as error:
         build(**settings)
     assert "\n" not in str(error.value)
 
 
-def test_half_precision_is_refused_from_the_launcher_too(
-    build: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fp16_from_the_launcher_is_rejected(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     with pytest.raises(UserError, match="fp16 must be off"):
         build()
 
 
-def test_dropout_is_refused_where_a_kl_is_asked_for(build: Build, sharp_model: Any) -> None:
+def test_dropout_is_rejected_with_a_kl_target(build: Build, sharp_model: Any) -> None:
     model = sharp_model()
     model.config.attention_dropout = 0.1
     build(model=model)
@@ -100,18 +108,17 @@ def test_dropout_is_refused_where_a_kl_is_asked_for(build: Build, sharp_model: A
         build(model=other, unlearn_kl_target=1e-3)
 
 
-def test_every_process_needs_both_stages(build: Build) -> None:
+def test_an_odd_number_of_rows_per_process_is_rejected(build: Build) -> None:
     config = build(num_generations=2, per_device_train_batch_size=6).args
-    config.per_device_train_batch_size = (
-        3  # as with two processes, whose batches together are whole groups
-    )
+    # As with two processes, whose batches together are whole groups.
+    config.per_device_train_batch_size = 3
     with pytest.raises(
         UserError, match=r"per_device_train_batch_size \* steps_per_generation must be even, got 3"
     ):
-        config._check_neighbours()
+        config._check_trl_settings()
 
 
-def test_a_trainer_that_could_only_be_wrong_is_refused(build: Build, new_model: Any) -> None:
+def test_unsupported_arguments_of_the_trainer_are_rejected(build: Build, new_model: Any) -> None:
     with pytest.raises(UserError, match="args must be an EEPOConfig, got GRPOConfig"):
         EEPOTrainer(
             model=new_model("llama"),
@@ -121,13 +128,13 @@ def test_a_trainer_that_could_only_be_wrong_is_refused(build: Build, new_model: 
     with pytest.raises(UserError, match=r"embed_tokens.weight is torch.bfloat16, must be float32"):
         build(model=new_model("llama").bfloat16())
     with pytest.raises(
-        UserError, match="tools, rollout_func and environment_factory must be left out"
+        UserError, match="tools, rollout_func and environment_factory must not be set"
     ):
         build(rollout_func=lambda prompts, trainer: {})
-    build(gate="never", model=new_model("llama").bfloat16())  # GRPO may do as it likes
+    build(gate="never", model=new_model("llama").bfloat16())  # GRPO has no such limits
 
 
-def test_prompts_out_of_order_are_refused(build: Build) -> None:
+def test_prompts_that_are_not_repeated_in_a_row_are_rejected(build: Build) -> None:
     trainer = build(gate="always")
     trainer.model.train()
     with pytest.raises(UserError, match="each prompt num_generations times in a row"):
@@ -135,49 +142,54 @@ def test_prompts_out_of_order_are_refused(build: Build) -> None:
 
 
 @pytest.mark.parametrize("version", ["1.14.2", "1.17.0", "2.0.0", "0.29.1"])
-def test_another_trl_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+def test_other_trl_versions_are_rejected(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: version)
-    with pytest.raises(
-        UserError, match=rf"needs trl>=1.15,<1.17, found trl {version}: pip install"
-    ):
+    line = rf"needs trl>=1.15,<1.17, but trl {version} is installed: pip install"
+    with pytest.raises(UserError, match=line):
         adapter.check_trl()
 
 
-def test_no_trl_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_trl_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", missing)
-    with pytest.raises(UserError, match=r"trl is not installed: pip install 'eepo\[trl\]'"):
+    with pytest.raises(
+        UserError,
+        match=r"needs trl>=1.15,<1.17, but trl is not installed: pip install 'eepo\[trl\]'",
+    ):
         adapter.check_trl()
 
 
-def test_the_range_is_that_of_the_extra() -> None:
+def test_the_version_range_is_that_of_the_extra() -> None:
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
-    (low, high) = (".".join(map(str, version)) for version in (adapter.OLDEST, adapter.TOO_NEW))
+    versions = (adapter.OLDEST_TRL, adapter.FIRST_UNSUPPORTED_TRL)
+    low, high = (".".join(map(str, version)) for version in versions)
     assert f'trl = ["trl>={low},<{high}"]' in text
 
 
-def test_knobs_come_from_the_command_line_too() -> None:
-    line = "--output_dir x --gate step --gate_window 5 --unlearn_lr 1e-3 --unlearn_on stuck --use_cpu --bf16 false"
-    (config,) = HfArgumentParser(EEPOConfig).parse_args_into_dataclasses(
-        [*line.split(), "--unlearn_kl_target", "3e-2"]
+def test_knobs_are_command_line_options() -> None:
+    line = (
+        "--output_dir x --use_cpu --bf16 false --gate step --gate_window 5 --unlearn_lr 1e-3 "
+        "--unlearn_on zero_variance --unlearn_kl_target 3e-2 --stage2_negative_advantages false"
     )
+    (config,) = HfArgumentParser(EEPOConfig).parse_args_into_dataclasses(line.split())
     assert (config.gate, config.gate_window, config.unlearn_lr) == ("step", 5, 1e-3)
     assert (config.unlearn_on, config.unlearn_kl_target) == ("zero_variance", 3e-2)
     assert (config.algorithm.unlearn_lr, config.algorithm.unlearn_kl_target) == ("auto", 3e-2)
     assert config.algorithm.gate_window == 5
+    assert config.algorithm.stage2_negative_advantages is False
 
 
-# --- what an upgrade of TRL must not change without notice
+# --- TRL internals that the adapter relies on: an upgrade of TRL may break them
 
 
 def parameters(function: Any) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
-def returned(function: Any) -> ast.Tuple:
-    """The tuple in the function's last line."""
+def returned_tuple(function: Any) -> ast.Tuple:
+    """Return the tuple of the function's last statement."""
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     last = definition.body[-1]  # type: ignore[attr-defined]
     assert isinstance(last, ast.Return)
@@ -185,22 +197,21 @@ def returned(function: Any) -> ast.Tuple:
     return last.value
 
 
-def test_signatures_and_arities_the_adapter_stands_on() -> None:
+def test_trl_signatures_and_return_values_are_as_expected() -> None:
     assert parameters(GRPOTrainer._generate) == ["self", "prompts"]
-    assert [ast.unparse(part) for part in returned(GRPOTrainer._generate).elts][:5] == [
+    assert [ast.unparse(part) for part in returned_tuple(GRPOTrainer._generate).elts][:5] == [
         "prompt_ids",
         "completion_ids",
         "tool_mask",
         "completions",
         "logprobs",
     ]
-    assert len(returned(GRPOTrainer._generate).elts) == 8
+    assert len(returned_tuple(GRPOTrainer._generate).elts) == 8
     assert parameters(GRPOTrainer._generate_and_score_completions) == ["self", "inputs"]
-    graded = ["self", "inputs", "prompts", "completions", "completion_ids_list"]
-    assert parameters(GRPOTrainer._calculate_rewards) == graded
-    assert "self._pending_extra_logs[column]" in inspect.getsource(
-        GRPOTrainer._log_completion_extra
-    )
+    grading = ["self", "inputs", "prompts", "completions", "completion_ids_list"]
+    assert parameters(GRPOTrainer._calculate_rewards) == grading
+    log_extra = inspect.getsource(GRPOTrainer._log_completion_extra)
+    assert "self._pending_extra_logs[column]" in log_extra
     scoring = parameters(GRPOTrainer._get_per_token_logps_and_entropies)
     assert scoring[:7] == [
         "self",
@@ -211,24 +222,22 @@ def test_signatures_and_arities_the_adapter_stands_on() -> None:
         "batch_size",
         "compute_entropy",
     ]
-    assert len(returned(GRPOTrainer._get_per_token_logps_and_entropies).elts) == 3
+    assert len(returned_tuple(GRPOTrainer._get_per_token_logps_and_entropies).elts) == 3
     assert parameters(GRPOTrainer._save_checkpoint) == ["self", "model", "trial"]
     assert parameters(GRPOTrainer._load_optimizer_and_scheduler) == ["self", "checkpoint"]
     assert parameters(VLLMGeneration.sync_weights) == ["self"]
     assert parameters(VLLMGeneration.generate)[1:4] == ["prompts", "images", "num_generations"]
 
 
-def test_where_trl_pushes_weights_and_asks_for_old_logprobs() -> None:
+def test_trl_pushes_weights_and_computes_old_logprobs_as_expected() -> None:
     generate = inspect.getsource(GRPOTrainer._generate_single_turn)
     assert "if self.state.global_step != self._last_loaded_step:" in generate
     score = inspect.getsource(GRPOTrainer._generate_and_score_completions)
-    assert score.index(
-        "old_per_token_logps, _, _ = self._get_per_token_logps_and_entropies"
-    ) < score.index("ref_model")
+    old_logprobs = "old_per_token_logps, _, _ = self._get_per_token_logps_and_entropies"
+    assert score.index(old_logprobs) < score.index("ref_model")
     assert 'output["old_per_token_logps"] = old_per_token_logps' in score
-    assert "num_generations = self.num_generations if mode" in inspect.getsource(
-        GRPOTrainer._generate
-    )
+    generate = inspect.getsource(GRPOTrainer._generate)
+    assert "num_generations = self.num_generations if mode" in generate
 
 
 # --- the examples
@@ -241,14 +250,12 @@ def test_the_examples_differ_in_three_lines() -> None:
         (EXAMPLES / name).read_text(encoding="utf-8").splitlines()
         for name in ("trl_grpo.py", "trl_eepo.py")
     )
-    pairs = [(theirs, ours) for theirs, ours in zip(grpo, eepo, strict=True) if theirs != ours]
+    pairs = [(before, after) for before, after in zip(grpo, eepo, strict=True) if before != after]
     assert pairs[0] == (
         "from trl import GRPOConfig, GRPOTrainer",
         "from eepo.adapters.trl import EEPOConfig, EEPOTrainer",
     )
-    assert [theirs.replace("GRPO", "EEPO") for theirs, _ in pairs[1:]] == [
-        ours for _, ours in pairs[1:]
-    ]
+    assert all(before.replace("GRPO", "EEPO") == after for before, after in pairs[1:])
     assert len(pairs) == 3
 
 
@@ -257,6 +264,6 @@ def test_the_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "argv", [name, str(tmp_path), "1"])
     trainer = runpy.run_path(str(EXAMPLES / name))["trainer"]
     log = trainer.state.log_history[0]
-    assert log["reward"] > 0.3  # the policy that ships can do more than half of them
+    assert log["reward"] > 0.3  # the policy that ships solves more than half of the problems
     assert ("eepo/kl" in log) == (name == "trl_eepo.py")
     assert (tmp_path / "model.safetensors").is_file()

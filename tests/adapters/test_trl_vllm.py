@@ -1,4 +1,7 @@
-"""EEPO in TRL with a real vLLM engine in the same process (`vllm_mode="colocate"`), on the CPU: `make test-vllm`."""
+"""Tests EEPO in TRL with a real vLLM engine in the same process, on the CPU: `make test-vllm`.
+
+The engine is that of `vllm_mode="colocate"`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("vllm", reason="runs in an environment of its own: make test-vllm")
+pytest.importorskip("vllm", reason="needs its own environment: make test-vllm")
 pytest.importorskip("trl", reason="needs the extra: pip install 'eepo[trl]'")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -32,27 +35,30 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 
 
 def push_together(llm: Any) -> list[dict[str, Tensor]]:
-    """TRL loads one tensor at a time into the engine's model. On the CPU vLLM repacks weights as it loads them, and
-    takes new ones only through its own reload, all at once: so here they are collected, and go in when TRL ends a push
-    by emptying the prefix cache. Returns what was pushed."""
+    """Load TRL's weights into the engine all at once, and return a list of all pushes.
+
+    TRL loads one tensor at a time. On the CPU vLLM repacks weights while it loads them, so it
+    accepts new weights only through its own reload. Here the tensors are collected, and reloaded
+    when TRL ends a push by emptying the prefix cache.
+    """
     model = llm.llm_engine.model_executor.driver_worker.model_runner.model
     pushes: list[dict[str, Tensor]] = []
-    waiting: dict[str, Tensor] = {}
+    collected: dict[str, Tensor] = {}
     empty_cache = llm.reset_prefix_cache
 
     def collect(weights: Any) -> set[str]:
-        waiting.update((name, weight.detach().clone()) for name, weight in weights)
+        collected.update((name, weight.detach().clone()) for name, weight in weights)
         return set()
 
     def load_and_empty() -> Any:
-        if waiting:
+        if collected:
             del model.load_weights
             llm.collective_rpc(
-                "reload_weights", kwargs={"weights_iterator": iter(list(waiting.items()))}
+                "reload_weights", kwargs={"weights_iterator": iter(list(collected.items()))}
             )
             model.load_weights = collect
-            pushes.append(dict(waiting))
-            waiting.clear()
+            pushes.append(dict(collected))
+            collected.clear()
         return empty_cache()
 
     model.load_weights, llm.reset_prefix_cache = collect, load_and_empty
@@ -61,9 +67,9 @@ def push_together(llm: Any) -> list[dict[str, Tensor]]:
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: Any, new_model: Callable[..., Any], tokenizer: Any) -> Any:
-    """One engine for all tests here: two would not share a process."""
+    """Build one trainer for all tests: a process can have only one engine."""
     folder: Path = tmp_path_factory.mktemp("vllm")
-    model = new_model("llama", head_dim=32)  # the least that vLLM's attention takes on the CPU
+    model = new_model("llama", head_dim=32)  # the smallest that vLLM supports on the CPU
     with torch.no_grad():
         model.lm_head.weight.mul_(4)
     model.save_pretrained(folder / "model")
@@ -91,10 +97,9 @@ def trainer(tmp_path_factory: Any, new_model: Callable[..., Any], tokenizer: Any
     )
     data = Dataset.from_list([{"prompt": text} for text in PROMPTS])
     with pytest.MonkeyPatch.context() as patch:
-        exact = partial(
-            vllm_generation.LLM, dtype="float32", enforce_eager=True
-        )  # to compare digits
-        patch.setattr(vllm_generation, "LLM", exact)
+        # float32, so that log-probabilities can be compared closely.
+        engine = partial(vllm_generation.LLM, dtype="float32", enforce_eager=True)
+        patch.setattr(vllm_generation, "LLM", engine)
         trainer = EEPOTrainer(
             model, reward, args, train_dataset=data, eval_dataset=data, processing_class=tokenizer
         )
@@ -108,14 +113,10 @@ def rollout(trainer: Any) -> dict[str, Any]:
 
 
 def gap(output: dict[str, Any], rows: slice) -> float:
-    """Between what vLLM said of its tokens and what the trainer says of them, at its largest."""
+    """Return the largest difference between vLLM's log-probabilities and the trainer's."""
     mask = output["completion_mask"][rows].bool()
-    return (
-        (output["sampling_per_token_logps"] - output["old_per_token_logps"])[rows][mask]
-        .abs()
-        .max()
-        .item()
-    )
+    difference = output["sampling_per_token_logps"] - output["old_per_token_logps"]
+    return difference[rows][mask].abs().max().item()
 
 
 def test_vllm_samples_stage_1_from_theta_and_stage_2_from_theta_prime(trainer: Any) -> None:
@@ -133,19 +134,19 @@ def test_vllm_samples_stage_1_from_theta_and_stage_2_from_theta_prime(trainer: A
     assert not all(torch.equal(theta[name], theta_prime[name]) for name in theta)
 
 
-def test_without_the_second_push_stage_2_would_be_told_apart(
+def test_logprobs_of_stage_2_differ_without_the_second_push(
     trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: the engine keeps θ, and its log-probabilities are not those of θ′."""
-    monkeypatch.setattr(trainer, "_forget_copies", lambda: None)
+    """Control: the engine keeps θ, so its log-probabilities are not those of θ′."""
+    monkeypatch.setattr(trainer, "_invalidate_copies", lambda: None)
     output = rollout(trainer)
     assert gap(output, slice(0, None, 2)) < 1e-3
     assert gap(output, slice(1, None, 2)) > 1e-2
     monkeypatch.undo()
-    trainer._forget_copies()
+    trainer._invalidate_copies()
 
 
-def test_it_trains_and_evaluates_theta(trainer: Any) -> None:
+def test_training_pushes_both_stages_and_evaluation_uses_theta(trainer: Any) -> None:
     del trainer.pushes[:]
     trainer.train()
     assert len(trainer.pushes) == 6

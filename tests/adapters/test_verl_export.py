@@ -1,4 +1,4 @@
-"""`eepo export-verl`: the paper's numbers under verl's names. verl's own reading of them is in tests/adapters/verl."""
+"""Tests `eepo export-verl`. tests/adapters/verl tests that verl accepts the exported settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from eepo.cli import app
 from eepo.types import UserError
 
 
-def test_the_command_line_has_the_papers_numbers() -> None:
+def test_the_command_line_has_the_values_of_the_paper() -> None:
     result = CliRunner().invoke(app, ["export-verl", "paper/qwen2.5-3b+eepo"])
     assert result.exit_code == 0
     words = shlex.split(result.stdout.replace("\\\n", " "))
@@ -40,7 +40,7 @@ def test_the_command_line_has_the_papers_numbers() -> None:
     assert float(settings["actor_rollout_ref.actor.optim.lr"]) == 5e-7
 
 
-def test_set_changes_what_is_printed() -> None:
+def test_set_overrides_a_knob() -> None:
     result = CliRunner().invoke(
         app, ["export-verl", "paper/qwen3-8b-base+eepo", "--set", "algorithm.gate=step"]
     )
@@ -48,66 +48,59 @@ def test_set_changes_what_is_printed() -> None:
     assert "data.max_response_length=6144" in result.stdout
 
 
-def test_grpo_is_one_stage_without_eepos_knobs() -> None:
+def test_grpo_is_exported_as_one_stage_without_unlearning_knobs() -> None:
     line = command_line(recipe.load_run("paper/qwen2.5-3b+grpo"))
-    ours = [word for word in line.split() if word.startswith("eepo.") and "=" in word]
-    assert ours == ["eepo.num_stages=1", "eepo.failure_weight=1.0", "eepo.rare_weight=0.0"]
+    section = [word for word in line.split() if word.startswith("eepo.") and "=" in word]
+    assert section == ["eepo.num_stages=1", "eepo.failure_weight=1.0"]
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "said"),
+    ("name", "override", "message"),
     [
         ("countdown/eepo", "training.seed=0", 'task.name = "countdown"'),
         ("paper/qwen2.5-3b+eepo", "algorithm.saturation=exact", 'saturation = "exact"'),
         ("paper/qwen2.5-3b+eepo", "algorithm.advantage_baseline=stage", "advantage_baseline"),
     ],
 )
-def test_what_verl_cannot_do_is_refused(name: str, change: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        list(overrides(recipe.load_run(name, [change])))
+def test_unsupported_knobs_are_rejected(name: str, override: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        list(overrides(recipe.load_run(name, [override])))
 
 
 def test_a_kl_target_is_exported() -> None:
     knobs = ["algorithm.unlearn_lr=auto", "algorithm.unlearn_kl_target=0.03"]
-    found = dict(overrides(recipe.load_run("paper/qwen2.5-3b+eepo", knobs)))
-    assert (found["eepo.unlearn_lr"], found["eepo.unlearn_kl_target"]) == ("auto", 0.03)
+    exported = dict(overrides(recipe.load_run("paper/qwen2.5-3b+eepo", knobs)))
+    assert (exported["eepo.unlearn_lr"], exported["eepo.unlearn_kl_target"]) == ("auto", 0.03)
 
 
-def test_types_are_exported_where_a_recipe_names_them() -> None:
-    """Left to verl, both are bfloat16: one type."""
-    one, other = (
-        {
-            key: value
-            for key, value in overrides(recipe.load_run("paper/qwen2.5-3b+eepo", knobs))
-            if "dtype" in key
-        }
-        for knobs in ([], ["rollout.dtype=float32", "model.compute_dtype=float32"])
-    )
-    assert one == {}
-    assert {key.split(".")[1] for key in other} == {"actor", "ref", "rollout"}
-    assert set(other.values()) == {"float32"}
+def exported_dtypes(knobs: list[str]) -> dict[str, object]:
+    config = recipe.load_run("paper/qwen2.5-3b+eepo", knobs)
+    return {key: value for key, value in overrides(config) if "dtype" in key}
 
 
-def test_weights_of_advantages_are_exported() -> None:
-    knobs = [
-        "algorithm.failure_weight=0.5",
-        "algorithm.rare_weight=0.25",
-        "algorithm.stage2_negative_advantages=false",
-    ]
-    one, two = (
+def test_dtypes_are_exported_only_if_the_recipe_sets_them() -> None:
+    """verl's defaults are bfloat16 for both rollout and training."""
+    assert exported_dtypes([]) == {}
+    dtypes = exported_dtypes(["rollout.dtype=float32", "model.compute_dtype=float32"])
+    assert {key.split(".")[1] for key in dtypes} == {"actor", "ref", "rollout"}
+    assert set(dtypes.values()) == {"float32"}
+
+
+def test_advantage_weights_are_exported() -> None:
+    knobs = ["algorithm.failure_weight=0.5", "algorithm.stage2_negative_advantages=false"]
+    grpo, eepo = (
         dict(overrides(recipe.load_run(f"paper/qwen2.5-3b+{name}", knobs)))
         for name in ("grpo", "eepo")
     )
-    assert one["eepo.failure_weight"] == two["eepo.failure_weight"] == 0.5
-    assert one["eepo.rare_weight"] == two["eepo.rare_weight"] == 0.25
-    assert two["eepo.later_advantages"] == "positive"
-    with pytest.raises(
-        UserError, match=r'stage2_negative_advantages=False .* allowed: "all"'
-    ):  # no stages in verl then
-        list(overrides(recipe.load_run("paper/qwen2.5-3b+eepo", [*knobs, "algorithm.gate=never"])))
+    assert grpo["eepo.failure_weight"] == eepo["eepo.failure_weight"] == 0.5
+    assert eepo["eepo.stage2_negative_advantages"] is False
+    never = recipe.load_run("paper/qwen2.5-3b+eepo", [*knobs, "algorithm.gate=never"])
+    message = "algorithm.stage2_negative_advantages = false cannot be exported .* allowed: true"
+    with pytest.raises(UserError, match=message):
+        list(overrides(never))
 
 
-def test_our_graders_as_verls_reward_function() -> None:
+def test_graders_work_as_reward_functions_of_verl() -> None:
     assert math("", r"So it is \boxed{\frac{1}{2}}.", "0.5") == {"score": 1.0, "acc": 1.0}
     assert math("", r"So it is \boxed{3}.", "0.5", {"index": 1}, num_turns=1)["score"] == 0
     assert exact("", " 12", "12")["score"] == 1

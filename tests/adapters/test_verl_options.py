@@ -1,4 +1,4 @@
-"""What the adapter reads from a verl config, and what it refuses, as plain dictionaries: no verl is needed for it."""
+"""Tests the options of the verl adapter with plain dictionaries. They do not need verl."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from eepo.adapters.verl.options import default_section, read_options, weighs
+from eepo.adapters.verl.options import default_section, has_advantage_weights, read_options
 from eepo.config import AlgorithmConfig
 from eepo.types import UserError
 
-CONFIG: dict[
-    str, Any
-] = {  # the part of a resolved verl config that matters, as a user of EEPO has it
+# The part of a resolved verl config that the adapter reads.
+CONFIG: dict[str, Any] = {
     "trainer": {"use_v1": True, "v1": {"trainer_mode": "sync", "sync": {}, "sampler": {}}},
     "algorithm": {
         "rollout_correction": {"bypass_mode": True, "rollout_is": None, "rollout_rs": None}
@@ -37,7 +36,7 @@ CONFIG: dict[
 
 
 def changed(**values: Any) -> dict[str, Any]:
-    """`CONFIG` with dotted keys, written with two underscores for a dot."""
+    """Return `CONFIG` with other values. Keys have two underscores instead of a dot."""
     config = copy.deepcopy(CONFIG)
     for key, value in values.items():
         *parents, name = key.split("__")
@@ -48,12 +47,12 @@ def changed(**values: Any) -> dict[str, Any]:
     return config
 
 
-def test_nothing_said_is_the_papers_eepo() -> None:
+def test_the_default_is_the_eepo_of_the_paper() -> None:
     assert read_options(CONFIG) == AlgorithmConfig()
     assert read_options(changed(eepo=default_section())) == AlgorithmConfig()
 
 
-def test_knobs_are_read_and_sampling_is_verls() -> None:
+def test_knobs_come_from_the_section_and_sampling_from_verl() -> None:
     config = changed(
         eepo__gate="step",
         eepo__unlearn_lr=1,
@@ -68,9 +67,11 @@ def test_knobs_are_read_and_sampling_is_verls() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("key", "value", "message"),
     [
-        ("eepo__gat", "step", "eepo.gat = step"),
+        ("eepo__gat", "step", "unknown key eepo.gat = step"),
+        ("eepo__later_advantages", "positive", "unknown key eepo.later_advantages = positive"),
+        ("eepo__rare_weight", 0.5, "unknown key eepo.rare_weight = 0.5"),
         ("eepo__gate", "tokens", 'eepo.gate = "tokens" must be one of "token", "step"'),
         ("eepo__unlearn_lr", -1, "eepo.unlearn_lr = -1 must be a number >= 0"),
         ("eepo__unlearn_lr", "slow", 'eepo.unlearn_lr = "slow"'),
@@ -109,14 +110,15 @@ def test_knobs_are_read_and_sampling_is_verls() -> None:
         ("algorithm__rollout_correction", None, "bypass_mode = None must be True"),
         ("algorithm__rollout_correction__rollout_is", "token", "rollout_is = token"),
         ("algorithm__filter_groups", {"enable": True}, "filter_groups.enable = True"),
-        ("eepo__rare_weight", 0.5, "adv_estimator = None must be grpo: eepo's weights"),
+        ("eepo__failure_weight", 0.5, "adv_estimator = None must be grpo: advantage weights"),
         (
             "eepo",
-            {"gate": "never", "later_advantages": "positive"},
-            "later_advantages = positive must be all with",
+            {"gate": "never", "stage2_negative_advantages": False},
+            "eepo.stage2_negative_advantages = false must be true with eepo.gate = never",
         ),
         ("eepo__failure_weight", 2, "eepo.failure_weight = 2 must be a number >= 0 and <= 1"),
         ("eepo__unlearn_on", "none", 'eepo.unlearn_on = "none" must be one of "all", "rewarded"'),
+        ("eepo__unlearn_on", "stuck", 'eepo.unlearn_on = "stuck" must be one of "all", "rewarded"'),
         ("eepo__unlearn_max_completions", -1, "eepo.unlearn_max_completions = -1"),
         ("trainer__use_v1", False, "trainer.use_v1 = False must be True"),
         (
@@ -131,48 +133,50 @@ def test_knobs_are_read_and_sampling_is_verls() -> None:
         ),
     ],
 )
-def test_what_cannot_work_is_refused_in_one_line(key: str, value: Any, said: str) -> None:
+def test_a_wrong_setting_gives_one_error_line(key: str, value: Any, message: str) -> None:
     with pytest.raises(UserError) as error:
         read_options(changed(**{key: value}))
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_weights_of_advantages_ask_for_what_they_need_and_no_more() -> None:
-    grpo = {"eepo__num_stages": 1, "algorithm__adv_estimator": "grpo"}
-    silent = {"actor_rollout_ref__rollout__calculate_log_probs": False}
-    assert read_options(changed(**grpo, **silent, eepo__failure_weight=0.5)).failure_weight == 0.5
-    with pytest.raises(
-        UserError, match=r"calculate_log_probs = False must be True: eepo\.rare_weight"
-    ):
-        read_options(changed(**grpo, **silent, eepo__rare_weight=0.5))
-    elsewhere = changed(
-        **grpo, eepo__failure_weight=0.5, trainer__v1__trainer_mode="colocate_async"
-    )
-    with pytest.raises(UserError, match="trainer_mode = colocate_async must be sync: advantages"):
-        read_options(elsewhere)
-    assert not weighs(read_options(changed(eepo={"num_stages": 1, "later_advantages": "positive"})))
+def test_advantage_weights_need_the_synchronous_trainer_but_no_logprobs() -> None:
+    knobs = {
+        "eepo__num_stages": 1,
+        "eepo__failure_weight": 0.5,
+        "algorithm__adv_estimator": "grpo",
+        "actor_rollout_ref__rollout__calculate_log_probs": False,
+    }
+    options = read_options(changed(**knobs))
+    assert options.failure_weight == 0.5
+    assert has_advantage_weights(options)
+    asynchronous = changed(**knobs, trainer__v1__trainer_mode="colocate_async")
+    message = "trainer_mode = colocate_async must be sync: advantage weights"
+    with pytest.raises(UserError, match=message):
+        read_options(asynchronous)
 
 
-def test_rewards_of_a_model_come_too_late_for_forgetting_rewarded_completions() -> None:
+def test_one_stage_has_no_stage_2_advantages_to_drop() -> None:
+    grpo = {"num_stages": 1, "stage2_negative_advantages": False}
+    assert not has_advantage_weights(read_options(changed(eepo=grpo)))
+
+
+def test_unlearn_on_by_reward_is_rejected_with_a_reward_model() -> None:
     config = changed(reward__reward_model__enable=True)
     assert read_options(config).unlearn_on == "all"
     for choice in ("rewarded", "unrewarded", "zero_variance"):
-        with pytest.raises(
-            UserError, match=f"unlearn_on = {choice} needs rewards before stage 2.*reward_model"
-        ):
+        message = f"unlearn_on = {choice} needs rewards before stage 2.*reward_model"
+        with pytest.raises(UserError, match=message):
             read_options(config | {"eepo": {"unlearn_on": choice}})
 
 
-def test_one_completion_a_stage_is_always_stuck() -> None:
-    with pytest.raises(
-        UserError,
-        match=r"rollout\.n = 2 must be more than eepo\.num_stages = 2 with eepo\.unlearn_on",
-    ):
+def test_zero_variance_needs_more_than_one_completion_per_stage() -> None:
+    message = r"rollout\.n = 2 must be more than eepo\.num_stages = 2 with eepo\.unlearn_on"
+    with pytest.raises(UserError, match=message):
         read_options(changed(eepo__unlearn_on="zero_variance", actor_rollout_ref__rollout__n=2))
 
 
-def test_one_stage_is_stock_grpo_and_asks_for_nothing() -> None:
+def test_one_stage_has_no_requirements() -> None:
     config = changed(
         eepo__num_stages=1,
         actor_rollout_ref__actor__strategy="megatron",

@@ -1,4 +1,4 @@
-"""The unlearning step on FSDP2 shards: θ′ beside θ, and θ untouched to the bit. One rank, the CPU, no verl."""
+"""Tests the unlearning step on FSDP2 shards, with one rank on the CPU. They do not need verl."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from eepo.config import AlgorithmConfig
 from eepo.model.policy import Scores
 
 
-class Tied(nn.Module):
-    """A head that is its embedding, and a weight that nothing reaches."""
+class TiedModel(nn.Module):
+    """A model whose head is tied to its embedding, with a layer that is not used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,12 +41,12 @@ def process_group(tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def sharded(process_group: None) -> Any:
-    """FSDP2 and an optimizer that has taken a step, so that its state is not empty."""
+    """Return a sharded model, and an optimizer that has taken a step and so has a state."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
-    model = fully_shard(Tied(), mesh=init_device_mesh("cpu", (1,)))
+    model = fully_shard(TiedModel(), mesh=init_device_mesh("cpu", (1,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     loss(model).backward()
     optimizer.step()
@@ -67,13 +67,10 @@ def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [getattr(value, "full_tensor", lambda value=value: value)().clone() for value in values]
 
 
-def test_theta_prime_is_told_and_theta_is_untouched(sharded: Any) -> None:
+def test_the_state_dict_has_theta_prime_and_theta_is_unchanged(sharded: Any) -> None:
     model, optimizer = sharded
-    theta, moments, hashed = (
-        full(model.state_dict()),
-        state_of(optimizer),
-        unlearning.fingerprint(model, optimizer),
-    )
+    theta, moments = full(model.state_dict()), state_of(optimizer)
+    fingerprint = unlearning.fingerprint(model, optimizer)
     loss(model).backward()
     gradient = {
         n: w.grad.full_tensor().clone() for n, w in model.named_parameters() if w.grad is not None
@@ -81,38 +78,35 @@ def test_theta_prime_is_told_and_theta_is_untouched(sharded: Any) -> None:
     shards = unlearning.take_rollout_weights(model, lr=0.5)
     assert all(weight.grad is None for weight in model.parameters())
     with unlearning.rollout_weights(model, shards):
-        told = full(model.state_dict())
+        theta_prime = full(model.state_dict())
     for name, weight in theta.items():
-        source = {"head.weight": "embedding.weight"}.get(
-            name, name
-        )  # the tied head moves with its embedding
+        source = {"head.weight": "embedding.weight"}.get(name, name)  # tied
         expected = weight - 0.5 * gradient[source] if source in gradient else weight
-        torch.testing.assert_close(told[name], expected, atol=1e-7, rtol=0)
-    assert not torch.equal(told["head.weight"], theta["head.weight"])
+        torch.testing.assert_close(theta_prime[name], expected, atol=1e-7, rtol=0)
+    assert not torch.equal(theta_prime["head.weight"], theta["head.weight"])
     after = full(model.state_dict())
     assert all(torch.equal(after[name], theta[name]) for name in theta)
-    assert all(
-        torch.equal(one, other) for one, other in zip(moments, state_of(optimizer), strict=True)
-    )
-    assert unlearning.fingerprint(model, optimizer) == hashed
+    pairs = zip(moments, state_of(optimizer), strict=True)
+    assert all(torch.equal(before, after) for before, after in pairs)
+    assert unlearning.fingerprint(model, optimizer) == fingerprint
 
 
-@pytest.mark.parametrize("what", ["weight", "moment", "swap"])
-def test_the_fingerprint_sees_one_bit(sharded: Any, what: str) -> None:
+@pytest.mark.parametrize("change", ["weight", "moment", "swap"])
+def test_the_fingerprint_changes_with_one_bit(sharded: Any, change: str) -> None:
     model, optimizer = sharded
     before = unlearning.fingerprint(model, optimizer)
     with torch.no_grad():
         local = model.middle.weight.to_local()
-        if what == "moment":
+        if change == "moment":
             local = optimizer.state[model.middle.weight]["exp_avg"].to_local()
-        if what == "swap":
+        if change == "swap":
             local[0, :2] = local[0, :2].flip(0)
         else:
             local.view(torch.int32)[0, 0] ^= 1
     assert unlearning.fingerprint(model, optimizer) != before
 
 
-def test_how_many_rollout_weights_changed_after_rounding(sharded: Any) -> None:
+def test_changed_rollout_weights_are_counted_after_rounding(sharded: Any) -> None:
     model, _ = sharded
     total = sum(weight.numel() for weight in model.parameters())
     shards = {n: w.detach().clone() for n, w in model.named_parameters()}
@@ -122,7 +116,7 @@ def test_how_many_rollout_weights_changed_after_rounding(sharded: Any) -> None:
     assert unlearning.count_changes(model, shards, torch.bfloat16)[0] < 8
 
 
-def test_the_gradients_norm(sharded: Any) -> None:
+def test_the_gradient_norm_covers_all_shards(sharded: Any) -> None:
     model, _ = sharded
     loss(model).backward()
     squares = sum(
@@ -132,24 +126,26 @@ def test_the_gradients_norm(sharded: Any) -> None:
 
 
 def batch(*lengths: int) -> tuple[Scores, Tensor, Tensor]:
-    """Scores [B, T], mask [B, T] and which rows to unlearn [B], of ragged rows; a length of 0 is a row of padding."""
-    draws = torch.Generator().manual_seed(sum(lengths))
+    """Return random scores [B, T], mask [B, T] and selected rows [B] for rows of these lengths.
+
+    A length of 0 is a row of padding.
+    """
+    generator = torch.Generator().manual_seed(sum(lengths))
     shape = (len(lengths), max(lengths))
     mask = torch.arange(shape[1])[None] < torch.tensor(lengths)[:, None]
-    scores = Scores(-torch.rand(shape, generator=draws) * 3, torch.rand(shape, generator=draws))
+    logprobs = -torch.rand(shape, generator=generator) * 3
+    scores = Scores(logprobs, torch.rand(shape, generator=generator))
     return scores, mask.long(), torch.arange(len(lengths)) % 2 == 1
 
 
-def rows(scores: Scores, mask: Tensor, some: slice) -> tuple[Scores, Tensor, Tensor]:
-    return (
-        Scores(scores.logprobs[some], scores.entropies[some]),
-        mask[some],
-        torch.ones(len(mask[some])),
-    )
+def cut(scores: Scores, mask: Tensor, rows: slice) -> tuple[Scores, Tensor, Tensor]:
+    """Return some rows of a batch, all selected."""
+    part = Scores(scores.logprobs[rows], scores.entropies[rows])
+    return part, mask[rows], torch.ones(len(mask[rows]))
 
 
 @pytest.mark.parametrize("gate", ["token", "step", "always"])
-def test_parts_add_up_to_the_loss_of_the_whole_and_padding_to_nothing(gate: Any) -> None:
+def test_micro_batch_losses_add_up_to_the_whole_loss_without_padding(gate: Any) -> None:
     options = AlgorithmConfig(gate=gate, gate_threshold=0.5)
     scores, mask, _ = batch(5, 3, 6, 2, 4, 0)
     open_gate = token_gate(scores.entropies, mask, 0.5, 3) if gate == "token" else mask
@@ -157,20 +153,19 @@ def test_parts_add_up_to_the_loss_of_the_whole_and_padding_to_nothing(gate: Any)
     expected = complementary_loss(
         scores.logprobs[real], mask[real], open_gate[real], options.unlearn_eps
     )
-    parts = [rows(scores, mask, some) for some in (slice(0, 2), slice(2, 6))]
-    found = [unlearning.micro_batch_loss(*part, options, num_completions=5) for part in parts]
-    torch.testing.assert_close(sum(value for value, _ in found), expected)
-    assert sum(counts["gated"] for _, counts in found) == int(open_gate.sum())
-    assert sum(counts["tokens"] for _, counts in found) == 20
+    parts = [cut(scores, mask, rows) for rows in (slice(0, 2), slice(2, 6))]
+    results = [unlearning.micro_batch_loss(*part, options, num_completions=5) for part in parts]
+    torch.testing.assert_close(sum(value for value, _ in results), expected)
+    assert sum(sums["gated"] for _, sums in results) == int(open_gate.sum())
+    assert sum(sums["tokens"] for _, sums in results) == 20
 
 
-def test_only_what_is_wanted_is_forgotten() -> None:
-    scores, mask, wanted = batch(5, 3, 6, 2)
+def test_only_selected_rows_are_unlearned() -> None:
+    scores, mask, selected = batch(5, 3, 6, 2)
     options = AlgorithmConfig(gate="always")
-    value, counts = unlearning.micro_batch_loss(scores, mask, wanted, options, num_completions=4)
-    chosen = mask * wanted.long()[:, None]
-    torch.testing.assert_close(
-        value, complementary_loss(scores.logprobs, mask, chosen, options.unlearn_eps)
-    )
-    assert counts["gated"] == 3 + 2
-    assert counts["tokens"] == 16
+    value, sums = unlearning.micro_batch_loss(scores, mask, selected, options, num_completions=4)
+    gate = mask * selected.long()[:, None]
+    expected = complementary_loss(scores.logprobs, mask, gate, options.unlearn_eps)
+    torch.testing.assert_close(value, expected)
+    assert sums["gated"] == 3 + 2
+    assert sums["tokens"] == 16

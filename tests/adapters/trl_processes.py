@@ -1,9 +1,10 @@
-"""Started several times over by test_trl.py: a short EEPO run on the CPU that writes down what it did.
+"""A short EEPO run on the CPU that saves what it did. test_trl_processes.py starts it.
 
-    python -m torch.distributed.run ... trl_processes.py MODEL_FOLDER OUT.safetensors [SETTING=JSON ...]
+    python -m torch.distributed.run ... trl_processes.py MODEL_FOLDER OUT [SETTING=JSON ...]
 
-Sampling is greedy, so that the completions do not depend on which process draws them. With FSDP in the environment, as
-`accelerate launch --config_file examples/fsdp2.yaml` puts it there, the weights are shared out.
+Sampling is greedy, so that completions do not depend on the process that samples them. If the
+environment asks for FSDP, as after `accelerate launch --config_file examples/fsdp2.yaml`, the
+weights are sharded.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SETTINGS = {
     "max_completion_length": 8,
     "max_steps": 2,
     "learning_rate": 1e-3,
-    "optim": "sgd",  # Adam would make a whole step of a rounding difference
+    "optim": "sgd",  # Adam would turn a rounding difference into a whole step
     "gate_threshold": 1.0,
     "unlearn_lr": 0.03,
     "generation_kwargs": {"do_sample": False},
@@ -45,8 +46,8 @@ SETTINGS = {
 }
 
 
-class Sharded(EEPOTrainer):
-    """`accelerate` shares weights out over GPUs only, though FSDP2 itself runs on the CPU. This tells it to."""
+class ShardedTrainer(EEPOTrainer):
+    """Makes `accelerate` use FSDP2 on the CPU. By default it shards weights only on GPUs."""
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -56,15 +57,14 @@ class Sharded(EEPOTrainer):
         self.is_fsdp_enabled = True
 
 
-def serve(folder: str) -> None:
-    """The stand-in for a vLLM server is reached by the first process alone, as TRL has it."""
+def use_fake_server(folder: str) -> None:
+    """Replace the vLLM server. As in TRL, only the first process talks to it."""
     server = runpy.run_path(str(Path(__file__).with_name("trl_server.py")))["Server"]
 
     def connect(generation: Any) -> None:
         if generation.accelerator.is_main_process:
-            generation.vllm_client = server(
-                AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-            )
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            generation.vllm_client = server(model)
 
     VLLMGeneration._init_vllm = connect
 
@@ -75,70 +75,61 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 
 def main(folder: str, out: str, *settings: str) -> None:
     torch.set_num_threads(1)
-    own = {
-        name: json.loads(value)
-        for name, _, value in (setting.partition("=") for setting in settings)
-    }
-    if own.get("use_vllm"):
-        serve(folder)
-    trainer = (Sharded if os.environ.get("ACCELERATE_USE_FSDP") == "true" else EEPOTrainer)(
+    pairs = [setting.split("=", 1) for setting in settings]
+    overrides = {name: json.loads(value) for name, value in pairs}
+    if overrides.get("use_vllm"):
+        use_fake_server(folder)
+    trainer = (ShardedTrainer if os.environ.get("ACCELERATE_USE_FSDP") == "true" else EEPOTrainer)(
         model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
         reward_funcs=reward,
-        args=EEPOConfig(f"{out}.run", **(SETTINGS | own)),
+        args=EEPOConfig(f"{out}.run", **(SETTINGS | overrides)),
         train_dataset=Dataset.from_list([{"prompt": text} for text in PROMPTS]),
         processing_class=AutoTokenizer.from_pretrained(folder),
     )
-    seen: dict[str, list[Tensor]] = {"sampled": [], "restored": []}
+    # Weights before each stage is sampled, and after each rollout.
+    recorded: dict[str, list[Tensor]] = {"sampled": [], "restored": []}
     gaps = [torch.zeros(())]
 
     def weights() -> Tensor:
-        """All of them, gathered, in one row."""
+        """Gather all weights into one flat tensor."""
         parts = [weight.detach() for weight in trainer.model.parameters()]
-        return torch.cat(
-            [
-                (part.full_tensor() if hasattr(part, "full_tensor") else part).flatten()
-                for part in parts
-            ]
-        )
+        full = [part.full_tensor() if hasattr(part, "full_tensor") else part for part in parts]
+        return torch.cat([part.flatten() for part in full])
 
-    def watch(name: str, function: Any, before: bool) -> Any:
-        def watched(prompts: list[Any]) -> Any:
+    def record_weights(name: str, function: Any, before: bool) -> Any:
+        def wrapped(prompts: list[Any]) -> Any:
             if before:
-                seen[name].append(weights())
+                recorded[name].append(weights())
             rows = function(prompts)
             if not before:
-                seen[name].append(weights())
+                recorded[name].append(weights())
             return rows
 
-        return watched
+        return wrapped
 
     score = trainer._generate_and_score_completions
 
-    def scored(inputs: Any) -> Any:
+    def record_gap(inputs: Any) -> Any:
         output = score(inputs)
         if "sampling_per_token_logps" in output:
-            gaps.append(
-                (output["sampling_per_token_logps"] - output["old_per_token_logps"]).abs().max()
-            )
+            gap = output["sampling_per_token_logps"] - output["old_per_token_logps"]
+            gaps.append(gap.abs().max())
         return output
 
-    trainer._generate_and_score_completions = scored
-    trainer._sample = watch("sampled", trainer._sample, before=True)
-    trainer._generate = watch("restored", trainer._generate, before=False)
+    trainer._generate_and_score_completions = record_gap
+    trainer._sample_stage = record_weights("sampled", trainer._sample_stage, before=True)
+    trainer._generate = record_weights("restored", trainer._generate, before=False)
     trainer.train()
-    found = {name: torch.stack(rows) for name, rows in seen.items()}
-    found |= {
+    result = {name: torch.stack(rows) for name, rows in recorded.items()}
+    result |= {
         "end": weights(),
         "gap": trainer.accelerator.gather(torch.stack(gaps)).max(),
-        "gate_history": torch.tensor(trainer.gate_history, dtype=torch.float64),
+        "gate_history": torch.tensor(trainer.step_gate.history, dtype=torch.float64),
     }
     sharded = isinstance(next(trainer.model.parameters()), torch.distributed.tensor.DTensor)
     if trainer.accelerator.is_main_process:
-        save_file(
-            found,
-            out,
-            {"processes": str(trainer.accelerator.num_processes), "sharded": str(sharded)},
-        )
+        processes = str(trainer.accelerator.num_processes)
+        save_file(result, out, {"processes": processes, "sharded": str(sharded)})
 
 
 if __name__ == "__main__":

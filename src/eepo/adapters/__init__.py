@@ -1,1 +1,4 @@
-"""Hosts: other people's trainers, running EEPO. Each takes the mathematics from `algorithm.py`; none knows our own."""
+"""Run EEPO inside other trainers: TRL and verl.
+
+The algorithm's functions come from `eepo.algorithm`; `eepo.trainer` is not used here.
+"""

@@ -1,4 +1,4 @@
-"""θ′ in the place of θ, and θ back, in a model that a host trains, sharded or not."""
+"""Writes θ′ into a model that a host framework trains, and restores θ. Works with FSDP2 shards."""
 
 from __future__ import annotations
 
@@ -14,57 +14,68 @@ from eepo.algorithm import unlearned_weights
 
 
 def reshard(model: nn.Module) -> None:
-    """FSDP leaves the last layers gathered after a forward pass: not what their shards hold if these change."""
+    """Free the weights that FSDP keeps gathered after a forward pass.
+
+    They would be stale after a change of the shards.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 @contextmanager
-def own_gradients(weights: dict[str, Parameter]) -> Iterator[None]:
-    """Inside, every `.grad` starts empty; what was there is back afterwards."""
-    kept = {name: weight.grad for name, weight in weights.items()}
+def stashed_gradients(weights: dict[str, Parameter]) -> Iterator[None]:
+    """Set every `.grad` to None inside the block and restore it afterwards."""
+    stash = {name: weight.grad for name, weight in weights.items()}
     for weight in weights.values():
         weight.grad = None
     try:
         yield
     finally:
         for name, weight in weights.items():
-            weight.grad = kept[name]
+            weight.grad = stash[name]
 
 
 @contextmanager
 @torch.no_grad()
-def moved(weights: dict[str, Parameter], gradient: dict[str, Tensor], lr: float) -> Iterator[None]:
-    """θ − lr · gradient in place of θ. The gradient's memory holds θ meanwhile: exact, and no third copy."""
-    named = [(name, weights[name]) for name in gradient]
-    kept: list[str] = []  # an embedding's step may find no memory when others are made
+def unlearned_in_place(
+    weights: dict[str, Parameter], gradient: dict[str, Tensor], lr: float
+) -> Iterator[None]:
+    """Replace θ by θ − lr · gradient inside the block, then restore θ bit for bit.
+
+    The gradient's memory holds θ meanwhile, so no third copy is needed. The gradient is lost.
+    """
+    theta = [(name, weights[name]) for name in gradient]
+    saved: list[str] = []  # a step that runs out of memory restores only these
     try:
-        for name, stepped in unlearned_weights(named, gradient, lr, torch.float32):
+        for name, stepped in unlearned_weights(theta, gradient, lr, torch.float32):
             gradient[name].copy_(weights[name])
-            kept.append(name)
+            saved.append(name)
             weights[name].copy_(stepped)
         yield
     finally:
-        for name in kept:
+        for name in saved:
             weights[name].copy_(gradient[name])
 
 
 @contextmanager
 @torch.no_grad()
-def tried(
+def trial_steps(
     weights: dict[str, Parameter], gradient: dict[str, Tensor]
 ) -> Iterator[Callable[[float], None]]:
-    """A way to put θ − lr · gradient in place of θ again and again. The gradient stays: for that, a third copy."""
-    kept = {name: weights[name].detach().clone() for name in gradient}
+    """Yield a function that replaces θ by θ − lr · gradient. θ is restored after the block.
+
+    The function may be called repeatedly: the gradient is kept, and a third copy holds θ.
+    """
+    theta = {name: weights[name].detach().clone() for name in gradient}
 
     @torch.no_grad()
-    def put(lr: float) -> None:
-        for name, stepped in unlearned_weights(kept.items(), gradient, lr, torch.float32):
+    def take_step(lr: float) -> None:
+        for name, stepped in unlearned_weights(theta.items(), gradient, lr, torch.float32):
             weights[name].copy_(stepped)
 
     try:
-        yield put
+        yield take_step
     finally:
-        for name, theta in kept.items():
-            weights[name].copy_(theta)
+        for name, weight in theta.items():
+            weights[name].copy_(weight)

@@ -1,4 +1,4 @@
-"""Four real runs of verl on two CPU ranks, made once: stock GRPO; EEPO whose gate opens in step 2, resumed, by a KL."""
+"""Runs verl four times on two CPU ranks: GRPO, EEPO, EEPO resumed, and EEPO with a KL target."""
 
 from __future__ import annotations
 
@@ -31,9 +31,12 @@ def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> VerlRun:
 
 @pytest.fixture(scope="session")
 def stage_1_entropies(stock: VerlRun) -> tuple[float, float]:
-    """Of steps 1 and 2, from the first half of each group of the stock run: EEPO's stage 1 draws the same."""
+    """Return the stage-1 entropies of steps 1 and 2.
+
+    They come from the first half of each group of the stock run: EEPO's stage 1 samples the same.
+    """
     first, second = (entropy(stage_rows(stock.completions(push), 0, 2)) for push in (1, 2))
-    assert second < first - 0.02, "the tests below need a step 2 that is surer of itself"
+    assert second < first - 0.02, "the tests need a lower entropy in step 2"
     return first, second
 
 
@@ -41,7 +44,10 @@ def stage_1_entropies(stock: VerlRun) -> tuple[float, float]:
 def eepo(
     model: Path, stage_1_entropies: tuple[float, float], tmp_path_factory: pytest.TempPathFactory
 ) -> VerlRun:
-    """A step gate between the two entropies: shut in step 1, open in step 2, if it remembers step 1."""
+    """Run with a step gate that is shut in step 1 and open in step 2.
+
+    The threshold is between step 1's entropy and the mean of both, so the gate needs its history.
+    """
     first, second = stage_1_entropies
     threshold = (first + (first + second) / 2) / 2
     knobs = [
@@ -57,7 +63,7 @@ def eepo(
 
 @pytest.fixture(scope="session")
 def resumed(model: Path, eepo: VerlRun, tmp_path_factory: pytest.TempPathFactory) -> VerlRun:
-    """From the checkpoint after step 1, with a token gate, four stages, and weighed advantages."""
+    """Resume after step 1, with a token gate, four stages and advantage weights."""
     folder = tmp_path_factory.mktemp("resumed")
     shutil.copytree(eepo.folder / "checkpoints/global_step_1", folder / "checkpoints/global_step_1")
     (folder / "checkpoints/latest_checkpointed_iteration.txt").write_text("1")
@@ -70,11 +76,7 @@ def resumed(model: Path, eepo: VerlRun, tmp_path_factory: pytest.TempPathFactory
         "eepo.gate_threshold=4.2",
         "eepo.gate_window=2",
     ]
-    weights = [
-        "eepo.stage2_negative_advantages=false",
-        "eepo.failure_weight=0.25",
-        "eepo.rare_weight=0.5",
-    ]
+    weights = ["eepo.stage2_negative_advantages=false", "eepo.failure_weight=0.25"]
     return run_verl(
         "eepo.adapters.verl",
         model,
@@ -84,8 +86,11 @@ def resumed(model: Path, eepo: VerlRun, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="session")
-def kl_met(model: Path, tmp_path_factory: pytest.TempPathFactory) -> VerlRun:
-    """One step: η meets a KL; failures are forgotten, of five rows and one of padding; micro-batches by tokens."""
+def kl_target(model: Path, tmp_path_factory: pytest.TempPathFactory) -> VerlRun:
+    """Run one step with a KL target that unlearns failures among five rows and one padding row.
+
+    Micro-batches are cut by tokens.
+    """
     knobs = [
         "eepo.gate=always",
         "eepo.unlearn_lr=auto",

@@ -1,10 +1,10 @@
-"""verl's own reading of command lines, ours and those that recipes export; and the hooks that the adapter stands on."""
+"""Tests command lines with verl's parser, and the hooks of verl that the adapter relies on."""
 
 from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("verl", reason="verl has an environment of its own: make test-verl")
+pytest.importorskip("verl", reason="needs its own environment: make test-verl")
 
 import inspect
 import os
@@ -26,112 +26,109 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from eepo import recipe
 from eepo.adapters.verl.export import overrides
 from eepo.adapters.verl.launch import CONFIG, store_config
-from eepo.adapters.verl.options import KNOBS, default_section, read_options
+from eepo.adapters.verl.options import ADVANTAGE_KNOBS, KNOBS, default_section, read_options
 from eepo.config import AlgorithmConfig
 from eepo.types import UserError
 
-OURS = [  # what a user adds to the launch script that he has
+EEPO_SETTINGS = [  # a user adds these to an existing launch script
     "actor_rollout_ref.actor.strategy=fsdp2",
     "algorithm.rollout_correction.bypass_mode=true",
 ]
-HIS = [
+GRPO_SETTINGS = [
     "actor_rollout_ref.rollout.name=vllm",
     "actor_rollout_ref.rollout.n=8",
     "algorithm.adv_estimator=grpo",
 ]
 
 
-def composed(line: list[str]) -> dict[str, Any]:
+def compose_config(line: list[str]) -> dict[str, Any]:
+    """Return the config that verl reads from a command line."""
     store_config(ConfigStore.instance())
     with initialize_config_module("verl.trainer.config", version_base=None):
         config: Any = OmegaConf.to_container(compose(CONFIG, line), resolve=True)
     return config
 
 
-def test_two_lines_more_are_the_papers_eepo() -> None:
-    config = composed([*HIS, *OURS])
+def test_two_more_settings_give_the_eepo_of_the_paper() -> None:
+    config = compose_config([*GRPO_SETTINGS, *EEPO_SETTINGS])
     assert config["eepo"] == default_section()
     assert read_options(config) == AlgorithmConfig()
 
 
-def test_the_section_is_overridden_as_any_other() -> None:
+def test_the_eepo_section_can_be_overridden() -> None:
     options = read_options(
-        composed([*HIS, *OURS, "eepo.gate=step", "eepo.unlearn_lr=1e-3", "eepo.num_stages=4"])
+        compose_config(
+            [
+                *GRPO_SETTINGS,
+                *EEPO_SETTINGS,
+                "eepo.gate=step",
+                "eepo.unlearn_lr=1e-3",
+                "eepo.num_stages=4",
+            ]
+        )
     )
     assert options == AlgorithmConfig(gate="step", unlearn_lr=1e-3, num_stages=4)
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ([], "actor.strategy = fsdp must be fsdp2"),
-        (OURS[:1], "bypass_mode = False must be True"),
-        ([*OURS, "actor_rollout_ref.rollout.n=7"], "rollout.n = 7"),
-        ([*OURS, "trainer.v1.trainer_mode=colocate_async"], "trainer_mode"),
-        ([*OURS, "actor_rollout_ref.model.lora_rank=16"], "lora_rank = 16"),
-        ([*OURS[1:], "model_engine=megatron"], "actor.strategy = megatron must be fsdp2"),
-        ([*OURS, "eepo.unlearn_eps=0.9"], "eepo.unlearn_eps = 0.9"),
+        (EEPO_SETTINGS[:1], "bypass_mode = False must be True"),
+        ([*EEPO_SETTINGS, "actor_rollout_ref.rollout.n=7"], "rollout.n = 7"),
+        ([*EEPO_SETTINGS, "trainer.v1.trainer_mode=colocate_async"], "trainer_mode"),
+        ([*EEPO_SETTINGS, "actor_rollout_ref.model.lora_rank=16"], "lora_rank = 16"),
+        ([*EEPO_SETTINGS[1:], "model_engine=megatron"], "actor.strategy = megatron must be fsdp2"),
+        ([*EEPO_SETTINGS, "eepo.unlearn_eps=0.9"], "eepo.unlearn_eps = 0.9"),
     ],
 )
-def test_refusals_under_verls_own_defaults(line: list[str], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        read_options(composed([*HIS, *line]))
+def test_wrong_settings_are_rejected(line: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_options(compose_config([*GRPO_SETTINGS, *line]))
 
 
 @pytest.mark.parametrize(
     "name", ["qwen2.5-3b+grpo", "qwen3-8b-base+eepo", "llama-3.2-3b-instruct+eepo_more_rollouts"]
 )
-def test_verl_reads_what_a_recipe_exports(name: str) -> None:
+def test_verl_reads_the_settings_of_an_exported_recipe(name: str) -> None:
     config = recipe.load_run(f"paper/{name}")
     line = [
         f"{key}={str(value).lower() if isinstance(value, bool) else value}"
         for key, value in overrides(config)
     ]
-    options = read_options(composed(line))
-    for knob in (
-        "group_size",
-        "temperature",
-        "num_stages",
-        *(KNOBS if options.num_stages > 1 else ()),
-    ):
+    options = read_options(compose_config(line))
+    knobs = KNOBS if options.num_stages > 1 else ("num_stages", *ADVANTAGE_KNOBS)
+    for knob in ("group_size", "temperature", *knobs):
         assert getattr(options, knob) == getattr(config.algorithm, knob)
 
 
-def test_verl_reads_the_types_that_a_recipe_exports() -> None:
-    types = ["rollout.dtype=float32", "model.compute_dtype=float32"]
-    config = recipe.load_run("paper/qwen2.5-3b+eepo", types)
-    found = composed([f"{key}={str(value).lower()}" for key, value in overrides(config)])[
-        "actor_rollout_ref"
-    ]
-    assert found["rollout"]["dtype"] == "float32"
-    for scored in ("actor", "ref"):
-        products = found[scored]["fsdp_config"]["mixed_precision"]["param_dtype"]
-        assert PrecisionType.to_dtype(products) == torch.float32
+def test_verl_reads_the_dtypes_of_an_exported_recipe() -> None:
+    dtypes = ["rollout.dtype=float32", "model.compute_dtype=float32"]
+    config = recipe.load_run("paper/qwen2.5-3b+eepo", dtypes)
+    line = [f"{key}={str(value).lower()}" for key, value in overrides(config)]
+    roles = compose_config(line)["actor_rollout_ref"]
+    assert roles["rollout"]["dtype"] == "float32"
+    for role in ("actor", "ref"):
+        param_dtype = roles[role]["fsdp_config"]["mixed_precision"]["param_dtype"]
+        assert PrecisionType.to_dtype(param_dtype) == torch.float32
 
 
-def test_a_mistake_is_one_line_and_starts_nothing() -> None:
-    line = [*HIS, *OURS, "actor_rollout_ref.rollout.n=5", "hydra.run.dir=."]
-    found = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "eepo.adapters.verl",
-            *line,
-            "hydra.output_subdir=null",
-            "hydra/job_logging=none",
-        ],
+def test_a_wrong_setting_gives_one_error_line_and_ray_does_not_start() -> None:
+    line = [*GRPO_SETTINGS, *EEPO_SETTINGS, "actor_rollout_ref.rollout.n=5"]
+    line += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none"]
+    process = subprocess.run(
+        [sys.executable, "-m", "eepo.adapters.verl", *line],
         capture_output=True,
         text=True,
         timeout=180,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
     )
-    assert found.returncode == 2
-    said = [text for text in found.stderr.splitlines() if text.startswith("eepo:")]
-    assert said == [
-        "eepo: actor_rollout_ref.rollout.n = 5 must be a multiple of eepo.num_stages = 2"
-    ]
-    assert "Traceback" not in found.stderr
-    assert "ray init" not in found.stdout
+    assert process.returncode == 2
+    errors = [text for text in process.stderr.splitlines() if text.startswith("eepo:")]
+    message = "actor_rollout_ref.rollout.n = 5 must be a multiple of eepo.num_stages = 2"
+    assert errors == [f"eepo: {message}"]
+    assert "Traceback" not in process.stderr
+    assert "ray init" not in process.stdout
 
 
 @pytest.mark.parametrize(
@@ -157,16 +154,16 @@ def test_a_mistake_is_one_line_and_starts_nothing() -> None:
         (ActorRolloutRefWorker.update_weights, ["self", "global_steps", "mode"]),
     ],
 )
-def test_the_hooks_are_where_the_adapter_expects_them(
+def test_hooks_of_verl_have_the_expected_signatures(
     hook: Callable[..., Any], arguments: list[str]
 ) -> None:
     assert list(inspect.signature(hook).parameters) == arguments
 
 
-def test_the_trainers_name_is_the_synchronous_ones() -> None:
+def test_verl_registers_its_synchronous_trainer_as_sync() -> None:
     assert TRAINER_REGISTRY["sync"] is PPOTrainerSync
 
 
-def test_our_grader_is_found_under_the_name_that_is_exported() -> None:
+def test_verl_loads_the_grader_by_its_exported_name() -> None:
     grade = load_extern_object("pkg://eepo.adapters.verl.reward", "math")
     assert grade("", r"\boxed{4}", "4")["score"] == 1

@@ -1,10 +1,10 @@
-"""What the runs did, against plain references: what was sampled from which weights, and what was trained on."""
+"""Compares real verl runs with plain references: sampling, unlearning and training."""
 
 from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("verl", reason="verl has an environment of its own: make test-verl")
+pytest.importorskip("verl", reason="needs its own environment: make test-verl")
 
 import json
 from collections import Counter
@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl_runs import GROUP, VerlRun, entropy
 
-from eepo.adapters.verl.stages import row_weights, wanted_rows
+from eepo.adapters.verl.stages import row_weights, select_rows
 from eepo.config import AlgorithmConfig
 
 EPS = 1e-4
@@ -27,15 +27,16 @@ Rows = list[dict[str, Any]]
 
 
 def build(model: Path, weights: Path) -> Any:
-    """In float64: a reference, not a peer."""
+    """Load a reference model in float64."""
     reference = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
     reference.load_state_dict(load_file(weights), strict=False)
     return reference.double().eval()
 
 
-def logits(reference: Any, row: dict[str, Any]) -> Tensor:  # [T, V] that predict the completion
-    whole = torch.tensor([row["prompt"] + row["ids"]])
-    return reference(whole).logits[0, len(row["prompt"]) - 1 : -1]
+def logits(reference: Any, row: dict[str, Any]) -> Tensor:  # [T, V]
+    """Return the logits that predict the completion."""
+    input_ids = torch.tensor([row["prompt"] + row["ids"]])
+    return reference(input_ids).logits[0, len(row["prompt"]) - 1 : -1]
 
 
 def logprobs(reference: Any, row: dict[str, Any]) -> Tensor:  # [T]
@@ -45,15 +46,15 @@ def logprobs(reference: Any, row: dict[str, Any]) -> Tensor:  # [T]
 def unlearning_gradient(
     reference: Any, rows: Rows, threshold: float | None, window: int
 ) -> dict[str, Tensor]:
-    """Of the mean over completions of (1 / T) Σ −log(1 − p) over gated tokens, one row at a time."""
+    """Return the gradient of the mean of (1 / T) Σ gated −log(1 − p), one row at a time."""
     for row in rows:
         logp = logits(reference, row).log_softmax(-1)
         entropies = (-logp.exp() * logp).sum(-1).tolist()
         p = logp.gather(1, torch.tensor(row["ids"])[:, None])[:, 0].exp().clamp(max=1 - EPS)
-        loss = 0 * p.sum()  # a row may have nothing gated
+        loss = 0 * p.sum()  # a row may have no gated token
         for t in range(len(p)):
-            last = entropies[max(0, t - window + 1) : t + 1]
-            if threshold is None or sum(last) / len(last) < threshold:
+            in_window = entropies[max(0, t - window + 1) : t + 1]
+            if threshold is None or sum(in_window) / len(in_window) < threshold:
                 loss = loss - torch.log(1 - p[t])
         (loss / len(p) / len(rows)).backward()
     return {name: weight.grad for name, weight in reference.named_parameters()}
@@ -62,43 +63,32 @@ def unlearning_gradient(
 def assert_unlearned(
     model: Path, before: Path, after: Path, rows: Rows, threshold: float | None, window: int
 ) -> None:
-    """after − before is −1 · gradient, to what fp32 weights can hold."""
-    gradient = unlearning_gradient(build(model, before), rows, threshold, window)
-    theta, moved = load_file(before), load_file(after)
-    wrong = (
-        sum(
-            float((moved[n].double() - theta[n].double() + gradient[n]).square().sum())
-            for n in theta
-        )
-        ** 0.5
-    )
-    size = sum(float(part.square().sum()) for part in gradient.values()) ** 0.5
-    assert size > 0.05
-    assert wrong < 1e-4 * size
+    """Check after = before − 1 · gradient, within the precision of fp32 weights."""
+    gradient = flat(unlearning_gradient(build(model, before), rows, threshold, window))
+    step = flat(load_file(after)).double() - flat(load_file(before)).double()
+    assert gradient.norm() > 0.05
+    assert (step + gradient).norm() < 1e-4 * gradient.norm()
 
 
-def same_weights(one: Path, other: Path) -> bool:
-    left, right = load_file(one), load_file(other)
+def same_weights(first: Path, second: Path) -> bool:
+    left, right = load_file(first), load_file(second)
     return left.keys() == right.keys() and all(
         torch.equal(left[name], right[name]) for name in left
     )
 
 
-def test_a_shut_gate_is_stock_grpo(stock: VerlRun, eepo: VerlRun) -> None:
-    def drawn(run: VerlRun) -> Counter[str]:
-        return Counter(
-            str((row["prompt"], row["ids"], row["logprobs"])) for row in run.completions(1)
-        )
+def test_a_step_with_a_shut_gate_equals_grpo(stock: VerlRun, eepo: VerlRun) -> None:
+    def sampled(run: VerlRun) -> Counter[str]:
+        rows = run.completions(1)
+        return Counter(str((row["prompt"], row["ids"], row["logprobs"])) for row in rows)
 
-    assert drawn(stock) == drawn(eepo)
-    theta, ours = load_file(stock.weights(2)), load_file(eepo.weights(2))
-    moved = max(
-        float((theta[name] - load_file(stock.weights(1))[name]).abs().max()) for name in theta
-    )
-    assert max(float((theta[name] - ours[name]).abs().max()) for name in theta) < 1e-4 * moved
+    assert sampled(stock) == sampled(eepo)
+    before, after = flat(load_file(stock.weights(1))), flat(load_file(stock.weights(2)))
+    update = (after - before).abs().max()
+    assert (after - flat(load_file(eepo.weights(2)))).abs().max() < 1e-4 * update
 
 
-def test_a_shut_gate_costs_no_push_and_no_sleep(eepo: VerlRun) -> None:
+def test_a_shut_gate_causes_no_push_and_no_sleep(eepo: VerlRun) -> None:
     kinds = [event["event"] for event in eepo.events()]
     step_1 = ["push", *["completion"] * 12, "sleep"]
     step_2 = ["push", *["completion"] * 6, "sleep", "push", *["completion"] * 6, "sleep", "push"]
@@ -113,8 +103,10 @@ def test_theta_prime_is_theta_minus_the_gradient_of_stage_1(model: Path, eepo: V
     )
 
 
-def test_the_token_gate_and_every_stage_so_far(model: Path, resumed: VerlRun) -> None:
-    """Four stages of two completions: each later θ′ forgets all rows before it, and starts from the same θ."""
+def test_every_stage_unlearns_all_earlier_stages_with_the_token_gate(
+    model: Path, resumed: VerlRun
+) -> None:
+    """Four stages have two completions each. Every θ′ starts from the same θ."""
     rows: Rows = []
     for push in (1, 2, 3):
         rows += resumed.completions(push)
@@ -125,40 +117,41 @@ def test_the_token_gate_and_every_stage_so_far(model: Path, resumed: VerlRun) ->
     assert 0.1 < resumed.metrics()[2]["eepo/gate_share"] < 0.9
 
 
-def test_eta_meets_a_kl_and_some_failures_are_forgotten(model: Path, kl_met: VerlRun) -> None:
-    """Pushes: θ, θ′, θ. Which five of stage 1's rows are looked at hangs on verl's random uids; the weights tell."""
-    metrics, rows = kl_met.metrics()[1], kl_met.completions(1)
+def test_a_kl_target_is_met_and_only_failures_are_unlearned(
+    model: Path, kl_target: VerlRun
+) -> None:
+    """The pushes are θ, θ′ and θ.
+
+    verl's random uids decide which five of the six stage-1 rows are used, so try all choices.
+    """
+    metrics, rows = kl_target.metrics()[1], kl_target.completions(1)
     lr = metrics["eepo/unlearn/lr"]
-    theta, theta_prime = (build(model, kl_met.weights(push)) for push in (1, 2))
-    failed = [row for row, one in enumerate(rows) if scored(model, one) == 0]
+    theta, theta_prime = (build(model, kl_target.weights(push)) for push in (1, 2))
+    failed = [index for index, row in enumerate(rows) if reward_of(model, row) == 0]
     assert 1 < len(failed) < 6
     parts = {
-        row: flat(unlearning_gradient(build(model, kl_met.weights(1)), [rows[row]], None, 3))
+        row: flat(unlearning_gradient(build(model, kl_target.weights(1)), [rows[row]], None, 3))
         for row in failed
     }
-    moved = flat(dict(theta_prime.named_parameters())) - flat(dict(theta.named_parameters()))
-    told = [
-        five
-        for five in combinations(range(6), 5)
-        if (moved + lr * sum(parts[row] for row in failed if row in five) / 5).norm()
-        < 1e-3 * moved.norm()
-    ]
+    step = flat(dict(theta_prime.named_parameters())) - flat(dict(theta.named_parameters()))
+
+    def explains_step(chosen: tuple[int, ...]) -> bool:
+        gradient = sum(parts[row] for row in failed if row in chosen) / 5
+        return bool((step + lr * gradient).norm() < 1e-3 * step.norm())
+
+    choices = [chosen for chosen in combinations(range(6), 5) if explains_step(chosen)]
     gaps = [(logprobs(theta_prime, row) - logprobs(theta, row)).detach() for row in rows]
-    kls = [kl_of(torch.cat([gaps[row] for row in five])) for five in told]
-    assert (
-        min(abs(kl - metrics["eepo/unlearn/kl"]) for kl in kls) < 1e-3 * metrics["eepo/unlearn/kl"]
-    )
-    assert 0.02 / 1.1 <= metrics["eepo/unlearn/kl"] <= 0.02 * 1.1
-    assert metrics["eepo/unlearn/kl_floor"] == 0  # nothing is rounded here
+    kl = metrics["eepo/unlearn/kl"]
+    kls = [kl_of(torch.cat([gaps[row] for row in chosen])) for chosen in choices]
+    assert min(abs(expected - kl) for expected in kls) < 1e-3 * kl
+    assert 0.02 / 1.1 <= kl <= 0.02 * 1.1
+    assert metrics["eepo/unlearn/kl_floor"] == 0  # passes are in float32
     assert metrics["eepo/unlearn/completions"] == 5
-    assert (
-        json.loads((kl_met.folder / "checkpoints/global_step_1/eepo.json").read_text())["auto_lr"]
-        == lr
-        != 1e-3
-    )
+    saved = json.loads((kl_target.folder / "checkpoints/global_step_1/eepo.json").read_text())
+    assert saved["auto_lr"] == lr != 1e-3
 
 
-def scored(model: Path, row: dict[str, Any]) -> float:
+def reward_of(model: Path, row: dict[str, Any]) -> float:
     text = AutoTokenizer.from_pretrained(model).decode(row["ids"], skip_special_tokens=True)
     return compute_score("", text, "")
 
@@ -171,47 +164,38 @@ def kl_of(gaps: Tensor) -> float:
     return float((gaps.exp() - 1 - gaps).mean())
 
 
-def test_who_is_unlearned_is_decided_for_whole_groups() -> None:
-    keys = [
-        "a-1_0_0",
-        "b-1_0_0",
-        "a-1_1_0",
-        "b-1_1_0",
-        "a-2_0_0",
-        "a-1_0_1",
-        "b-1_1_1",
-    ]  # two sessions of two rows
-    rewards = [
-        0.0,
-        1.0,
-        0.0,
-        1.0,
-        0.0,
-        1.0,
-        1.0,
-    ]  # on all rows of a session, as verl writes it, or on the last
-    unrewarded = wanted_rows(keys, rewards, "unrewarded")
-    assert [key for key in keys if unrewarded[key]] == ["a-1_1_0", "a-2_0_0"]
-    rewarded = wanted_rows(keys, rewards, "rewarded")
-    assert [key for key in keys if rewarded[key]] == [
-        "a-1_0_0",
-        "b-1_0_0",
-        "b-1_1_0",
-        "a-1_0_1",
-        "b-1_1_1",
-    ]
-    stuck = wanted_rows(keys, rewards, "zero_variance")
-    assert [key for key in keys if stuck[key]] == ["b-1_0_0", "b-1_1_0", "b-1_1_1"]
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ("unrewarded", ["a-1_1_0", "a-2_0_0"]),
+        ("rewarded", ["a-1_0_0", "a-1_0_1", "b-1_0_0", "b-1_1_0", "b-1_1_1"]),
+        ("zero_variance", ["b-1_0_0", "b-1_1_0", "b-1_1_1"]),
+    ],
+)
+def test_rows_are_selected_by_the_rewards_of_their_group(choice: str, expected: list[str]) -> None:
+    """Two sessions have two rows. Their reward is on both rows, or only on the last."""
+    rewards = {
+        "a-1_0_0": 0.0,
+        "b-1_0_0": 1.0,
+        "a-1_1_0": 0.0,
+        "b-1_1_0": 1.0,
+        "a-2_0_0": 0.0,
+        "a-1_0_1": 1.0,
+        "b-1_1_1": 1.0,
+    }
+    selected = select_rows(list(rewards), list(rewards.values()), choice)
+    assert sorted(key for key in rewards if selected[key]) == expected
+    assert all(select_rows(list(rewards), list(rewards.values()), "all").values())
 
 
-def test_denominators_are_those_of_the_weights_that_sampled(model: Path, eepo: VerlRun) -> None:
-    handed = {tuple(row["denominators"]) for row in eepo.loss_rows()}
+def test_denominators_are_under_the_weights_that_sampled(model: Path, eepo: VerlRun) -> None:
+    recorded = {tuple(row["denominators"]) for row in eepo.loss_rows()}
     theta, theta_prime = build(model, eepo.weights(2)), build(model, eepo.weights(3))
     for push, sampler in ((2, theta), (3, theta_prime)):
         assert len(eepo.completions(push)) == 6
         for row in eepo.completions(push):
             denominators = torch.tensor(row["logprobs"], dtype=torch.float32)
-            assert tuple(denominators.tolist()) in handed
+            assert tuple(denominators.tolist()) in recorded
             torch.testing.assert_close(
                 denominators.double(), logprobs(sampler, row), atol=2e-5, rtol=0
             )
@@ -219,10 +203,10 @@ def test_denominators_are_those_of_the_weights_that_sampled(model: Path, eepo: V
         (torch.tensor(row["logprobs"]) - logprobs(theta, row)).abs().max()
         for row in eepo.completions(3)
     ]
-    assert min(gaps) > 1e-2  # θ would have been another denominator
+    assert min(gaps) > 1e-2  # under θ they would differ
 
 
-def test_the_update_is_at_theta_and_not_at_theta_prime(model: Path, eepo: VerlRun) -> None:
+def test_policy_logprobs_of_the_update_are_under_theta(model: Path, eepo: VerlRun) -> None:
     theta = build(model, eepo.weights(2))
     policy = {tuple(row["denominators"]): row["policy"] for row in eepo.loss_rows()}
     for row in eepo.completions(2) + eepo.completions(3):
@@ -233,100 +217,83 @@ def test_the_update_is_at_theta_and_not_at_theta_prime(model: Path, eepo: VerlRu
 
 
 @pytest.mark.parametrize("step", [1, 2])
-def test_groups_are_whole_and_every_row_knows_its_stage(eepo: VerlRun, step: int) -> None:
+def test_the_keys_of_all_rows_name_their_group_and_stage(eepo: VerlRun, step: int) -> None:
     stages: dict[str, list[int]] = {}
-    for row in eepo.dumped(step):
+    for row in eepo.rollout_dump(step):
         group, stage = row["uid"].rsplit("_", 2)[0].rsplit("-", 1)
         stages.setdefault(group, []).append(int(stage))
-    assert [sorted(found) for found in stages.values()] == [[1, 1, 2, 2]] * 3
+    assert [sorted(group) for group in stages.values()] == [[1, 1, 2, 2]] * 3
 
 
-class Trained(NamedTuple):
-    """A completion, and what the policy loss was handed of it."""
+class Advantage(NamedTuple):
+    """The advantage of a completion: expected without weights, and as the policy loss got it."""
 
     prompt: tuple[int, ...]
     push: int
-    likely: float  # mean log-probability under the weights that sampled
-    plain: float  # advantage over the whole group
-    handed: float
+    expected: float  # over the whole group
+    actual: float
 
 
-def trained(model: Path, run: VerlRun, pushes: range) -> list[Trained]:
+def advantages_of(model: Path, run: VerlRun, pushes: range) -> list[Advantage]:
     tokenizer = AutoTokenizer.from_pretrained(model)
-    handed = {tuple(row["denominators"]): row["advantages"][0] for row in run.loss_rows()}
+    actual = {tuple(row["denominators"]): row["advantages"][0] for row in run.loss_rows()}
     by_prompt: dict[tuple[int, ...], list[tuple[int, dict[str, Any]]]] = {}
     for push in pushes:
         for row in run.completions(push):
             by_prompt.setdefault(tuple(row["prompt"]), []).append((push, row))
-    found: list[Trained] = []
+    advantages: list[Advantage] = []
     for prompt, rows in by_prompt.items():
         texts = [tokenizer.decode(row["ids"], skip_special_tokens=True) for _, row in rows]
         rewards = torch.tensor([compute_score("", text, "") for text in texts])
-        plain = ((rewards - rewards.mean()) / (rewards.std() + 1e-6)).tolist()
-        for (push, row), advantage in zip(rows, plain, strict=True):
+        expected = ((rewards - rewards.mean()) / (rewards.std() + 1e-6)).tolist()
+        for (push, row), advantage in zip(rows, expected, strict=True):
             key = tuple(torch.tensor(row["logprobs"], dtype=torch.float32).tolist())
-            found.append(
-                Trained(prompt, push, sum(row["logprobs"]) / len(key), advantage, handed[key])
-            )
-    return found
+            advantages.append(Advantage(prompt, push, advantage, actual[key]))
+    return advantages
 
 
-def test_advantages_are_over_the_whole_group(model: Path, eepo: VerlRun) -> None:
-    rows = trained(model, eepo, range(2, 4))
+def test_advantages_are_normalised_over_the_whole_group(model: Path, eepo: VerlRun) -> None:
+    rows = advantages_of(model, eepo, range(2, 4))
     assert Counter(row.prompt for row in rows).most_common()[0][1] == GROUP
-    assert [row.handed for row in rows] == pytest.approx([row.plain for row in rows], abs=1e-4)
+    expected = [row.expected for row in rows]
+    assert [row.actual for row in rows] == pytest.approx(expected, abs=1e-4)
 
 
-def test_advantages_are_weighed_if_so_asked(model: Path, resumed: VerlRun) -> None:
-    """Failures a quarter in stage 1 and nothing later; of two successes in a stage the unlikelier three times."""
-    rows = trained(model, resumed, range(1, 5))
-    pairs: dict[tuple[tuple[int, ...], int], list[Trained]] = {}
-    for row in rows:
-        pairs.setdefault((row.prompt, row.push), []).append(row)
+def test_negative_advantages_are_multiplied_by_their_weight(model: Path, resumed: VerlRun) -> None:
+    """The weight is 0.25 in stage 1 and 0 in later stages."""
     seen: Counter[float] = Counter()
-    for (_, push), pair in pairs.items():
-        both = all(row.plain > 0 for row in pair)
-        for row, other in zip(pair, pair[::-1], strict=True):
-            weight = (0.5 if row.likely > other.likely else 1.5) if both else 1.0
-            if row.plain < 0:
-                weight = 0.25 if push == 1 else 0.0
-            seen[weight] += abs(row.plain) > 0.1
-            assert row.handed == pytest.approx(weight * row.plain, abs=1e-4)
-    assert min(seen[weight] for weight in (0.0, 0.25, 0.5, 1.5)) > 0
+    for row in advantages_of(model, resumed, range(1, 5)):
+        weight = 1.0
+        if row.expected < 0:
+            weight = 0.25 if row.push == 1 else 0.0
+        seen[weight] += abs(row.expected) > 0.1
+        assert row.actual == pytest.approx(weight * row.expected, abs=1e-4)
+    assert min(seen[weight] for weight in (0.0, 0.25, 1.0)) > 0
 
 
-def test_rows_of_a_session_weigh_the_same_within_a_prompts_stage() -> None:
-    keys = ["a-1_0_0", "a-1_1_0", "a-1_2_0", "a-2_0_0", "a-1_0_1", "b-1_0_0", "pad_0_0"]
-    signs = [
-        0.0,
-        1.0,
-        -1.0,
-        1.0,
-        1.0,
-        1.0,
-        0.0,
-    ]  # a's session 0 has two rows, the first of them without an answer
-    likely = [
-        (-1.0, 1.0),
-        (-5.0, 2.0),
-        (-9.0, 1.0),
-        (-7.0, 1.0),
-        (-6.0, 3.0),
-        (-3.0, 1.0),
-        (0.0, 0.0),
-    ]
-    weights = row_weights(
-        keys, signs, likely, AlgorithmConfig(rare_weight=0.5, failure_weight=0.75), staged=True
-    )
-    assert weights == [0.5, 1.5, 0.75, 1.0, 0.5, 1.0, 1.0]
-    plain = ["0f-3e_0_0", "0f-3e_1_0"]  # without stages, verl's own uids
-    likely = [(-2.0, 1.0), (-1.0, 1.0)]
-    assert row_weights(
-        plain, [1.0, 1.0], likely, AlgorithmConfig(rare_weight=1.0), staged=False
-    ) == [2.0, 0.0]
+def test_all_rows_of_a_session_have_the_same_weight() -> None:
+    advantages = {
+        "a-1_0_0": 0.0,  # the session's advantage is on its other row
+        "a-1_1_0": 1.0,
+        "a-1_2_0": 0.0,
+        "a-2_0_0": -1.0,
+        "a-1_0_1": 1.0,
+        "a-1_2_1": -1.0,
+        "pad_0_0": 0.0,
+    }
+    keys, values = list(advantages), list(advantages.values())
+    options = AlgorithmConfig(failure_weight=0.75, stage2_negative_advantages=False)
+    weights = row_weights(keys, values, options, staged=True)
+    assert weights == [1.0, 1.0, 0.75, 0.0, 1.0, 0.75, 1.0]
 
 
-def test_each_stage_has_metrics(eepo: VerlRun) -> None:
+def test_row_weights_without_stages_accept_the_uids_of_verl() -> None:
+    options = AlgorithmConfig(failure_weight=0.5, stage2_negative_advantages=False)
+    keys = ["0f-3e_0_0", "0f-3e_1_0"]
+    assert row_weights(keys, [1.0, -1.0], options, staged=False) == [1.0, 0.5]
+
+
+def test_every_stage_has_metrics(eepo: VerlRun) -> None:
     metrics = eepo.metrics()[2]
     for stage, push in ((1, 2), (2, 3)):
         assert metrics[f"eepo/stage{stage}/entropy"] == pytest.approx(
@@ -339,7 +306,7 @@ def test_each_stage_has_metrics(eepo: VerlRun) -> None:
     assert metrics["eepo/unlearn/weights_changed_share"] > 0.9
 
 
-def test_the_gates_history_is_in_the_checkpoint(
+def test_checkpoints_hold_the_gate_history_and_the_unlearn_lr(
     eepo: VerlRun, resumed: VerlRun, stage_1_entropies: tuple[float, float]
 ) -> None:
     saved = [
@@ -348,20 +315,18 @@ def test_the_gates_history_is_in_the_checkpoint(
     ]
     assert saved[0]["gate_history"] == pytest.approx(stage_1_entropies[:1], abs=1e-4)
     assert saved[1]["gate_history"] == pytest.approx(stage_1_entropies, abs=1e-3)
-    kept = json.loads((resumed.folder / "checkpoints/global_step_2/eepo.json").read_text())
-    assert kept["auto_lr"] == 0.5  # as in the checkpoint it began with: this run's own η is fixed
-    now = entropy(resumed.completions(1))
-    assert resumed.metrics()[2]["eepo/gate_entropy"] == pytest.approx(
-        (saved[0]["gate_history"][0] + now) / 2
-    )
+    resumed_state = json.loads((resumed.folder / "checkpoints/global_step_2/eepo.json").read_text())
+    assert resumed_state["auto_lr"] == 0.5  # of the first checkpoint: this run has a fixed η
+    mean = (saved[0]["gate_history"][0] + entropy(resumed.completions(1))) / 2
+    assert resumed.metrics()[2]["eepo/gate_entropy"] == pytest.approx(mean)
 
 
-def test_a_resumed_run_goes_on_from_the_same_theta(eepo: VerlRun, resumed: VerlRun) -> None:
+def test_a_resumed_run_starts_from_the_saved_theta(eepo: VerlRun, resumed: VerlRun) -> None:
     assert same_weights(eepo.weights(2), resumed.weights(1))
     assert not same_weights(eepo.weights(2), eepo.weights(3))
-    drawn = [
+    sampled = [
         {str(row["ids"]) for row in run.completions(push)}
         for run, push in ((eepo, 2), (resumed, 1))
     ]
-    assert drawn[0] == drawn[1]  # of stage 1, two of each prompt
+    assert sampled[0] == sampled[1]  # stage 1 has two completions per prompt in both runs
     assert list(resumed.metrics()) == [2]

@@ -1,8 +1,9 @@
-"""EEPO inside TRL's `GRPOTrainer`: an import and two class names change in a script (docs/trl.md).
+"""EEPO inside TRL's `GRPOTrainer`. A script changes an import and two class names (docs/trl.md).
 
-TRL samples, grades and updates. What EEPO adds to a rollout: half of every group from θ, one step of unlearning, the
-other half from θ′, and each half's log-probabilities under the weights that sampled it. Gate and loss are
-`algorithm.py`'s. TRL samples from the very model it trains, so θ′ is written into it and θ comes back bit for bit.
+TRL samples, grades and updates. EEPO changes the rollout: it samples half of every group from θ,
+takes one unlearning step, samples the other half from θ′, and keeps the log-probabilities of each
+half under the weights that sampled it. TRL samples from the model that it trains, so θ′ is written
+into that model and θ is restored bit for bit.
 """
 
 from __future__ import annotations
@@ -11,29 +12,33 @@ from importlib import metadata
 
 from eepo.types import UserError
 
-OLDEST, TOO_NEW = (
-    (1, 15),
-    (1, 17),
-)  # as in pyproject.toml; tests/adapters/test_trl_settings.py says what for
+# As in pyproject.toml. tests/adapters/test_trl_settings.py lists what the adapter relies on.
+OLDEST_TRL = (1, 15)
+FIRST_UNSUPPORTED_TRL = (1, 17)
 
 
 def check_trl() -> None:
-    """Before anything of TRL is touched: another version may sample, order or score in another way."""
-    wanted = f"trl>={OLDEST[0]}.{OLDEST[1]},<{TOO_NEW[0]}.{TOO_NEW[1]}"
+    """Reject TRL versions that may sample, order or score rows in another way."""
+    oldest, unsupported = (
+        ".".join(map(str, version)) for version in (OLDEST_TRL, FIRST_UNSUPPORTED_TRL)
+    )
+    requirement = f"trl>={oldest},<{unsupported}"
     try:
-        found = metadata.version("trl")
+        installed = metadata.version("trl")
     except metadata.PackageNotFoundError:
         raise UserError(
-            f"eepo.adapters.trl needs {wanted}, and trl is not installed: pip install 'eepo[trl]'"
+            f"eepo.adapters.trl needs {requirement}, but trl is not installed: "
+            "pip install 'eepo[trl]'"
         ) from None
-    if not OLDEST <= tuple(map(int, found.split(".")[:2])) < TOO_NEW:
+    if not OLDEST_TRL <= tuple(map(int, installed.split(".")[:2])) < FIRST_UNSUPPORTED_TRL:
         raise UserError(
-            f"eepo.adapters.trl needs {wanted}, found trl {found}: pip install '{wanted}'"
+            f"eepo.adapters.trl needs {requirement}, but trl {installed} is installed: "
+            f"pip install '{requirement}'"
         )
 
 
-check_trl()
-from eepo.adapters.trl.config import EEPOConfig  # noqa: E402  (only a version that passed)
+check_trl()  # before the imports below, which may fail with another version
+from eepo.adapters.trl.config import EEPOConfig  # noqa: E402
 from eepo.adapters.trl.trainer import EEPOTrainer  # noqa: E402
 
 __all__ = ["EEPOConfig", "EEPOTrainer", "check_trl"]

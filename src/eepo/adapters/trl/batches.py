@@ -1,4 +1,4 @@
-"""Ragged rows of a rollout, and what TRL pads them to."""
+"""Converts between lists of rows and the padded tensors that TRL works with."""
 
 from __future__ import annotations
 
@@ -11,49 +11,51 @@ from torch.nn.utils.rnn import pad_sequence
 
 
 @dataclass
-class MicroBatch:
-    """Some completions, padded as TRL pads: prompts on the left, completions on the right."""
+class PaddedBatch:
+    """B completions, padded as TRL does: prompts on the left, completions on the right."""
 
     input_ids: Tensor  # [B, P + T]
     attention_mask: Tensor  # [B, P + T]
     mask: Tensor  # [B, T] bool: True on completion tokens
 
 
-def micro_batch(
-    prompts: list[Tensor], completions: list[Tensor], pad_id: int, device: torch.device
-) -> MicroBatch:
-    """Ragged token ids -> padded."""
+def pad_batch(
+    prompts: list[Tensor],  # B of [P_k]
+    completions: list[Tensor],  # B of [T_k]
+    pad_id: int,
+    device: torch.device,
+) -> PaddedBatch:
+    """Pad the token ids of prompts and completions."""
     ids, masks = [], []
     for rows, side in ((prompts, "left"), (completions, "right")):
-        ids.append(pad_sequence(rows, batch_first=True, padding_value=pad_id, padding_side=side))
-        masks.append(
-            pad_sequence(
-                [torch.ones_like(row) for row in rows], batch_first=True, padding_side=side
-            )
-        )
-    return MicroBatch(
-        torch.cat(ids, 1).to(device), torch.cat(masks, 1).to(device), masks[1].bool().to(device)
-    )
+        ids.append(pad_sequence(rows, True, pad_id, padding_side=side))
+        masks.append(pad_sequence([torch.ones_like(row) for row in rows], True, padding_side=side))
+    input_ids, attention_mask = torch.cat(ids, 1), torch.cat(masks, 1)
+    mask = masks[1].bool()
+    return PaddedBatch(input_ids.to(device), attention_mask.to(device), mask.to(device))
 
 
-def rows_of(values: Tensor, mask: Tensor) -> list[Tensor]:  # [B, T] -> B of [T_k]
+def unpad_rows(values: Tensor, mask: Tensor) -> list[Tensor]:  # [B, T] -> B of [T_k]
     return [row[: int(length)] for row, length in zip(values, mask.sum(1), strict=True)]
 
 
-def padded(rows: list[Tensor], shape: torch.Size) -> Tensor:  # [T_k] each -> [B, T]
-    """The first B rows, zero on the right."""
+def pad_rows(rows: list[Tensor], shape: torch.Size) -> Tensor:  # [T_k] each -> [B, T]
+    """Pad the first B rows with zeros on the right."""
     grid = rows[0].new_zeros(shape)
-    for place, row in zip(grid, rows, strict=False):
-        place[: len(row)] = row
+    for padded_row, row in zip(grid, rows, strict=False):
+        padded_row[: len(row)] = row
     return grid
 
 
-def interleaved(first: Any, second: Any) -> Any:
-    """Rows of both stages, in turn, in every part of what TRL returns of a rollout, whichever parts a version has."""
+def interleave_stages(first: Any, second: Any) -> Any:
+    """Alternate the rows of both stages in a value that TRL returns for a rollout.
+
+    Lists are interleaved, dictionaries key by key. Of other values, stage 1's is returned.
+    """
     if type(first) is not type(second):
         raise TypeError(f"stages returned a {type(first).__name__} and a {type(second).__name__}")
     if isinstance(first, dict):
-        return {name: interleaved(first[name], second[name]) for name in first}
+        return {name: interleave_stages(first[name], second[name]) for name in first}
     if isinstance(first, list):
         return [row for pair in zip(first, second, strict=True) for row in pair]
     return first

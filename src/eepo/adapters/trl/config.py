@@ -1,9 +1,9 @@
-"""TRL's configuration with EEPO's knobs, and what of the former cannot go with the latter."""
+"""TRL's configuration with EEPO's knobs, and checks of TRL settings that EEPO does not support."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from trl import GRPOConfig
 
@@ -12,105 +12,105 @@ from eepo.config import AlgorithmConfig, RunConfig
 from eepo.types import UserError
 
 KNOBS = (
-    "gate", "gate_threshold", "gate_window", "unlearn_lr", "unlearn_loss", "unlearn_eps", "unlearn_on",
-    "later_advantages", "failure_weight",
-)  # fmt: skip
+    "gate",
+    "gate_threshold",
+    "gate_window",
+    "unlearn_lr",
+    "unlearn_loss",
+    "unlearn_eps",
+    "unlearn_on",
+    "stage2_negative_advantages",
+    "failure_weight",
+)
+
+
+def knob(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
 
 
 @dataclass
 class EEPOConfig(GRPOConfig):
-    """`GRPOConfig`, and EEPO's knobs with the names, meanings and defaults they have in a recipe's [algorithm]."""
+    """Adds EEPO's knobs to `GRPOConfig`, named as in a recipe's [algorithm], same defaults."""
 
-    gate: Literal["token", "step", "always", "never"] = field(
-        default="token",
-        metadata={
-            "help": "What is unlearned: tokens of low entropy, whole steps of low entropy, all, or nothing."
-        },
+    gate: Literal["token", "step", "always", "never"] = knob(
+        "token", "What opens unlearning: low entropy per token or per step, always or never."
     )
-    gate_threshold: float = field(
-        default=0.3, metadata={"help": "Entropy (nats) under which the gate opens."}
+    gate_threshold: float = knob(0.3, "Entropy below which the gate opens, in nats.")
+    gate_window: int = knob(3, "Tokens or rollouts that the entropy is averaged over.")
+    unlearn_lr: float = knob(3e-3, "Learning rate of the unlearning step.")
+    unlearn_kl_target: float | None = knob(
+        None, "If set, each rollout chooses unlearn_lr to meet this KL per token."
     )
-    gate_window: int = field(
-        default=3, metadata={"help": "Tokens, or steps, whose mean entropy the gate looks at."}
+    unlearn_on: Literal["all", "rewarded", "unrewarded", "zero_variance"] = knob(
+        "all", "Completions to unlearn. zero_variance: groups whose rewards are all equal."
     )
-    unlearn_lr: float = field(default=3e-3, metadata={"help": "Step size of the unlearning step."})
-    unlearn_kl_target: float | None = field(
-        default=None,
-        metadata={"help": "If given, η is chosen in each rollout to move θ by this KL a token."},
+    unlearn_loss: Literal["comp", "nll"] = knob(
+        "comp", "comp: complementary loss. nll: gradient ascent on the NLL (ablation)."
     )
-    unlearn_on: Literal["all", "rewarded", "unrewarded", "zero_variance"] = field(
-        default="all",
-        metadata={
-            "help": "Completions to unlearn: all, or by their rewards; 'zero_variance': of groups of equal rewards."
-        },
+    unlearn_eps: float = knob(1e-4, "Probabilities are clamped to 1 - unlearn_eps.")
+    stage2_negative_advantages: bool = knob(
+        True, "Use negative advantages of stage 2. false: set them to 0."
     )
-    unlearn_loss: Literal["comp", "nll"] = field(
-        default="comp", metadata={"help": "-log(1 - p) of what was sampled, or ascent on its NLL."}
-    )
-    unlearn_eps: float = field(
-        default=1e-4, metadata={"help": "p counts as at most 1 - unlearn_eps."}
-    )
-    later_advantages: Literal["all", "positive"] = field(
-        default="all", metadata={"help": "'positive': stage 2 is not punished for failing."}
-    )
-    failure_weight: float = field(
-        default=1.0,
-        metadata={"help": "How much what does worse than its group counts, from 0 to 1."},
+    failure_weight: float = knob(
+        1.0, "Factor of negative advantages, from 0 to 1. 1: GRPO. 0: only positive ones."
     )
 
     def __post_init__(self) -> None:
         self._check_knobs()
         super().__post_init__()
         if self.gate != "never":
-            self._check_neighbours()
+            self._check_trl_settings()
 
     @property
     def algorithm(self) -> AlgorithmConfig:
-        """The same knobs as `algorithm.py` reads them, each checked as in a recipe."""
+        """Convert the knobs for `eepo.algorithm`, with the checks of a recipe."""
         knobs = {name: getattr(self, name) for name in KNOBS}
-        if (
-            self.unlearn_kl_target is not None
-        ):  # unlearn_lr, where the search begins, is checked below
+        if self.unlearn_kl_target is not None:
             knobs |= {"unlearn_lr": "auto", "unlearn_kl_target": self.unlearn_kl_target}
         return recipe.parse(RunConfig, {"algorithm": knobs}, "EEPOConfig").algorithm
 
     def _check_knobs(self) -> None:
         if isinstance(self.unlearn_lr, str):
             raise UserError(
-                f"unlearn_lr = {self.unlearn_lr!r} must be a number here; unlearn_kl_target chooses it"
+                f"unlearn_lr = {self.unlearn_lr!r} must be a number; "
+                "set unlearn_kl_target to choose it automatically"
             )
         if self.unlearn_kl_target is not None and not self.unlearn_lr > 0:
             raise UserError(
-                f"unlearn_lr = {self.unlearn_lr} must be > 0: the search for unlearn_kl_target begins there"
+                f"unlearn_lr = {self.unlearn_lr} must be > 0: "
+                "the search for unlearn_kl_target starts there"
             )
         if self.unlearn_on == "zero_variance" and self.num_generations == 2:
             raise UserError(
-                'unlearn_on = "zero_variance" needs num_generations >= 4: one completion a stage is always zero_variance'
+                'unlearn_on = "zero_variance" needs num_generations >= 4: '
+                "a single completion per stage always has zero variance"
             )
         if self.algorithm.gate != "never" and (self.num_generations or 0) % 2:
             raise UserError(
-                f"num_generations must be even, one half for each stage, got {self.num_generations}"
+                f"num_generations must be even, half for each stage, got {self.num_generations}"
             )
 
-    def _check_neighbours(self) -> None:
-        """TRL's settings under which stages, gradient or restored weights would be silently wrong."""
+    def _check_trl_settings(self) -> None:
+        """Reject TRL settings that would make stages, gradients or restored weights wrong."""
         rows = self.per_device_train_batch_size * self.steps_per_generation
         if rows % 2:
             raise UserError(
                 f"per_device_train_batch_size * steps_per_generation must be even, got {rows}"
             )
-        if (
-            self.fp16 or getattr(self, "mixed_precision", "") == "fp16"
-        ):  # the latter from accelerate's launcher
+        # `mixed_precision` comes from accelerate's launcher.
+        if self.fp16 or getattr(self, "mixed_precision", "") == "fp16":
             raise UserError(
-                "fp16 must be off: without loss scaling the unlearning gradient underflows; bf16 is fine"
+                "fp16 must be off: the unlearning gradient underflows without loss scaling; "
+                "use bf16"
             )
         if self.use_transformers_continuous_batching:
             raise UserError(
-                "use_transformers_continuous_batching = True must be False: it rounds the trained weights"
+                "use_transformers_continuous_batching = True must be False: "
+                "it rounds the trained weights"
             )
         optim = str(getattr(self.optim, "value", self.optim))
         if any(word in optim for word in ("layerwise", "lomo")):
             raise UserError(
-                f"optim = {optim} must not update weights during a backward pass; try adamw_torch"
+                f"optim = {optim} must not update weights during the backward pass; "
+                "use adamw_torch, for example"
             )

@@ -1,6 +1,7 @@
-"""EEPO inside verl, for clusters: `python -m eepo.adapters.verl` with verl's own command line and an `eepo.*` section.
+"""EEPO inside verl, for clusters: `python -m eepo.adapters.verl` with verl's command line.
 
-verl keeps everything it does: Ray, FSDP2, rollout servers, rewards, checkpoints, loggers. What is added between two
-halves of its sampling: a worker that computes θ′ = θ − η ∇L beside θ, verl's own weight push for θ′, and rows that
-know their stage. Nothing of verl is imported here, so that reading a recipe needs no verl.
+EEPO's knobs are a section `eepo.*` of that command line. verl provides Ray, FSDP2, rollout servers,
+rewards, checkpoints and loggers. This adapter adds stages to the rollout: a worker that computes
+θ′ = θ − η ∇L next to θ, a push of θ′ with verl's weight sync, and rows that know their stage.
+This module does not import verl, so that `eepo export-verl` works without it.
 """

@@ -1,4 +1,4 @@
-"""`python -m eepo.adapters.verl`: verl's command line, with EEPO."""
+"""Runs verl with EEPO: `python -m eepo.adapters.verl`."""
 
 from eepo.adapters.verl.launch import main
 

@@ -1,4 +1,4 @@
-"""A recipe of ours as a command line for verl: the same numbers under verl's names."""
+"""Converts a recipe to a verl command line: the same values under verl's names."""
 
 from __future__ import annotations
 
@@ -6,73 +6,70 @@ import json
 import shlex
 from collections.abc import Iterator
 
-from eepo.adapters.verl.options import KNOBS, WEIGHTS
+from eepo.adapters.verl.options import ADVANTAGE_KNOBS, KNOBS
 from eepo.config import DatasetConfig, RunConfig
 from eepo.types import UserError
 
-ALLOWED: dict[str, tuple[object, ...]] = {  # of [algorithm], where verl can less than we can
-    "advantage_baseline": ("group",),
-}
-ALLOWED_IN_STAGES: dict[str, tuple[object, ...]] = {  # with more than one
-    "saturation": ("stop",),
-}
-FILES = ("TRAIN_FILES", "VAL_FILES")  # shell variables: verl reads Parquet files of its own layout
+# The values of [algorithm] that verl supports, for knobs where it does not support all.
+AllowedValues = dict[str, tuple[object, ...]]
+ALLOWED: AllowedValues = {"advantage_baseline": ("group",)}
+ALLOWED_WITH_STAGES: AllowedValues = {"saturation": ("stop",)}
+ALLOWED_WITHOUT_GATE: AllowedValues = {"stage2_negative_advantages": (True,)}
+FILES = ("TRAIN_FILES", "VAL_FILES")  # shell variables: verl needs Parquet files in its own layout
 
 
 def command_line(config: RunConfig) -> str:
-    """For a shell, one setting a line. Where the recipe says nothing, verl's own default stands."""
+    """Return a shell command with one setting per line. Other settings keep verl's defaults."""
     lines = ["python -m eepo.adapters.verl"]
-    lines += [
-        f'data.{split}_files="${name}"' for split, name in zip(("train", "val"), FILES, strict=True)
-    ]
+    for split, variable in zip(("train", "val"), FILES, strict=True):
+        lines.append(f'data.{split}_files="${variable}"')
     lines += [shlex.quote(f"{key}={_word(value)}") for key, value in overrides(config)]
     return " \\\n    ".join(lines)
 
 
 def overrides(config: RunConfig) -> Iterator[tuple[str, object]]:
-    """verl's key and the recipe's value, section by section."""
-    task = config.task
+    """Yield verl's keys with the recipe's values, section by section."""
+    task, algorithm = config.task, config.algorithm
     if not isinstance(task, DatasetConfig):
         raise UserError(f'task.name = "{task.name}" cannot be exported to verl; allowed: "dataset"')
     _check(config, ALLOWED)
     yield "data.train_batch_size", config.training.prompts_per_step
     yield "data.max_prompt_length", task.max_prompt_tokens
-    yield "data.max_response_length", config.algorithm.max_new_tokens
+    yield "data.max_response_length", algorithm.max_new_tokens
     yield "data.filter_overlong_prompts", True
     yield from _model(config)
     yield from _actor(config)
     yield from _rollout(config)
     yield from _trainer(config)
-    if config.algorithm.num_stages > 1:
-        _check(config, ALLOWED_IN_STAGES)
-        if config.algorithm.gate == "never":
-            _check(config, {"later_advantages": ("all",)})  # verl has no stages then
-        yield from ((f"eepo.{name}", getattr(config.algorithm, name)) for name in KNOBS)
+    if algorithm.num_stages > 1:
+        _check(config, ALLOWED_WITH_STAGES)
+        if algorithm.gate == "never":  # the adapter then samples without stages
+            _check(config, ALLOWED_WITHOUT_GATE)
+        yield from ((f"eepo.{name}", getattr(algorithm, name)) for name in KNOBS)
     else:
         yield "eepo.num_stages", 1
-        yield from ((f"eepo.{name}", getattr(config.algorithm, name)) for name in WEIGHTS)
+        yield from ((f"eepo.{name}", getattr(algorithm, name)) for name in ADVANTAGE_KNOBS)
 
 
-def _check(config: RunConfig, knobs: dict[str, tuple[object, ...]]) -> None:
-    for name, allowed in knobs.items():
+def _check(config: RunConfig, allowed_values: AllowedValues) -> None:
+    for name, allowed in allowed_values.items():
         if (value := getattr(config.algorithm, name)) not in allowed:
             choices = ", ".join(map(json.dumps, allowed))
             raise UserError(
-                f"algorithm.{name} = {json.dumps(value)} cannot be exported to verl; allowed: {choices}"
+                f"algorithm.{name} = {json.dumps(value)} cannot be exported to verl; "
+                f"allowed: {choices}"
             )
 
 
 def _model(config: RunConfig) -> Iterator[tuple[str, object]]:
-    yield "actor_rollout_ref.model.path", config.model.path
-    yield "actor_rollout_ref.model.trust_remote_code", config.model.trust_remote_code
-    yield (
-        "actor_rollout_ref.model.enable_gradient_checkpointing",
-        config.model.gradient_checkpointing,
-    )
+    model = "actor_rollout_ref.model"
+    yield f"{model}.path", config.model.path
+    yield f"{model}.trust_remote_code", config.model.trust_remote_code
+    yield f"{model}.enable_gradient_checkpointing", config.model.gradient_checkpointing
 
 
 def _actor(config: RunConfig) -> Iterator[tuple[str, object]]:
-    """FSDP2 with fp32 weights: what the adapter asks for. Micro-batches by tokens, as ours are."""
+    """Use FSDP2 with fp32 weights, which the adapter requires, and micro-batches by tokens."""
     algorithm, training = config.algorithm, config.training
     actor = "actor_rollout_ref.actor"
     yield f"{actor}.strategy", "fsdp2"
@@ -88,13 +85,12 @@ def _actor(config: RunConfig) -> Iterator[tuple[str, object]]:
     yield f"{actor}.entropy_coeff", algorithm.entropy_coef
     yield f"{actor}.use_kl_loss", algorithm.kl_coef > 0
     yield f"{actor}.kl_loss_coef", algorithm.kl_coef
-    yield f"{actor}.kl_loss_type", "low_var_kl"  # verl's name of k3
+    yield f"{actor}.kl_loss_type", "low_var_kl"  # verl's name for k3
     if config.model.compute_dtype != "auto":
-        for scored in ("actor", "ref"):  # verl's file lacks the key: hydra adds it
-            yield (
-                f"+actor_rollout_ref.{scored}.fsdp_config.mixed_precision.param_dtype",
-                config.model.compute_dtype,
-            )
+        for role in ("actor", "ref"):
+            precision = f"actor_rollout_ref.{role}.fsdp_config.mixed_precision"
+            # The + makes hydra add a key that verl's config file lacks.
+            yield f"+{precision}.param_dtype", config.model.compute_dtype
 
 
 def _rollout(config: RunConfig) -> Iterator[tuple[str, object]]:
@@ -106,16 +102,12 @@ def _rollout(config: RunConfig) -> Iterator[tuple[str, object]]:
         yield f"{rollout}.dtype", config.rollout.dtype
     yield f"{rollout}.calculate_log_probs", True
     yield "algorithm.adv_estimator", "grpo"
-    yield (
-        "algorithm.rollout_correction.bypass_mode",
-        True,
-    )  # denominators from the weights that sampled
+    # The ratio's denominator is the probability under the weights that sampled.
+    yield "algorithm.rollout_correction.bypass_mode", True
     if config.reward.name in ("auto", "math", "exact"):
+        grader = "exact" if config.reward.name == "exact" else "math"
         yield "reward.custom_reward_function.path", "pkg://eepo.adapters.verl.reward"
-        yield (
-            "reward.custom_reward_function.name",
-            "exact" if config.reward.name == "exact" else "math",
-        )
+        yield "reward.custom_reward_function.name", grader
 
 
 def _trainer(config: RunConfig) -> Iterator[tuple[str, object]]:

@@ -1,4 +1,4 @@
-"""`python -m eepo.adapters.verl`: verl's `main_ppo` with EEPO's trainer in the place of its synchronous one."""
+"""Starts verl's `main_ppo` with EEPO's trainer instead of its synchronous trainer."""
 
 from __future__ import annotations
 
@@ -12,28 +12,27 @@ CONFIG = "eepo_trainer"  # verl's `ppo_trainer` with an `eepo` section
 
 
 def main() -> None:
-    """Read the command line as verl does. A user's mistake is one line, and no Ray was started for it."""
+    """Read the command line as verl does. Wrong settings give one error line before Ray starts."""
     try:
         import hydra
         from hydra.core.config_store import ConfigStore
         from verl.trainer.ppo.v1.trainer_base import PPOTrainer
     except ImportError as error:
-        _refuse(f"{error}; this adapter needs verl's V1 trainer: pip install 'eepo[verl]'")
+        _exit_with_error(f"{error}; this adapter needs verl's V1 trainer: pip install 'eepo[verl]'")
     if not hasattr(PPOTrainer, "prepare_step"):
-        _refuse("this adapter needs verl 0.9.1 or a later 0.9: pip install 'eepo[verl]'")
+        _exit_with_error("this adapter needs verl 0.9.1 or a later 0.9: pip install 'eepo[verl]'")
     store_config(ConfigStore.instance())
-    hydra.main(config_path="pkg://verl.trainer.config", config_name=CONFIG, version_base=None)(
-        launch
-    )()
+    with_hydra = hydra.main("pkg://verl.trainer.config", CONFIG, version_base=None)
+    with_hydra(launch)()
 
 
 def store_config(store: Any) -> None:
-    """Beside verl's own primary configs, so that `eepo.gate=step` is an override like any other."""
+    """Register verl's config with an `eepo` section, so that `eepo.gate=step` is an override."""
     store.store(CONFIG, {"defaults": ["ppo_trainer", "_self_"], "eepo": default_section()})
 
 
 def launch(config: Any) -> None:
-    """What verl's own entry does, after EEPO's checks."""
+    """Check EEPO's settings, then do what verl's entry point does."""
     import ray
     from omegaconf import OmegaConf
     from verl.trainer.main_ppo import run_ppo
@@ -46,22 +45,22 @@ def launch(config: Any) -> None:
         plain: Any = OmegaConf.to_container(config, resolve=True)
         read_options(plain)
     except UserError as error:
-        _refuse(str(error))
+        _exit_with_error(str(error))
     validate_config(
         config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
     )
     run_ppo(config, task_runner_class=ray.remote(TaskRunner))
 
 
-def _refuse(line: str) -> NoReturn:
+def _exit_with_error(line: str) -> NoReturn:
     print(f"eepo: {line}", file=sys.stderr)
     sys.exit(2)
 
 
 class TaskRunner:
-    """Runs inside Ray: verl's own runner, which finds EEPO's trainer under the name `sync`.
+    """Runs verl's task runner inside Ray, with EEPO's trainer registered as `sync`.
 
-    A trainer under a name of its own would get verl's asynchronous replay buffer.
+    verl gives trainers under other names its asynchronous replay buffer.
     """
 
     def run(self, config: Any) -> None:

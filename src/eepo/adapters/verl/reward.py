@@ -1,4 +1,4 @@
-"""Our graders as verl's reward function: in a process that a hostile completion can only kill, never hold up.
+"""eepo's graders as reward functions for verl. They run in a process that can be killed.
 
 reward.custom_reward_function.path=pkg://eepo.adapters.verl.reward
 reward.custom_reward_function.name=math
@@ -15,21 +15,21 @@ from eepo.protocols import Reward
 from eepo.rewards import build_reward
 from eepo.types import Prompt
 
-_LOCK = (
-    threading.Lock()
-)  # verl calls from several threads; its reward workers are what runs side by side
+# verl calls from several threads. Grading in parallel happens in verl's reward workers.
+_LOCK = threading.Lock()
 
 
 def math(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any
 ) -> dict[str, float]:
-    """1 for a completion whose final answer equals `ground_truth` as mathematics, else 0; no reward for its form."""
+    """Return 1 if the final answer is mathematically equal to `ground_truth`, else 0."""
     return _score("math", solution_str, ground_truth)
 
 
 def exact(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any
 ) -> dict[str, float]:
+    """Return 1 if the answer is the same text as `ground_truth`, else 0."""
     return _score("exact", solution_str, ground_truth)
 
 

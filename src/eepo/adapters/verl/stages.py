@@ -1,8 +1,9 @@
-"""Rows that know their stage, in verl's own key scheme, and the metrics of each stage.
+"""Encodes stages in verl's row keys, selects rows to unlearn, and computes metrics per stage.
 
-verl keys a row `{uid}_{session}_{index}`. Each stage asks for its prompts under a uid of its own, `{group}-{stage}`, so
-that no stage overwrites another's rows; before training all rows get their group's uid back, because advantages are
-normalised over rows of equal uid: the whole group, both stages.
+verl's row keys are `{uid}_{session}_{index}`. A session is one completion; an agent's session may
+have several rows. Every stage requests its prompts under the uids `{group}-{stage}`, so that it
+does not overwrite the rows of other stages. Before training, all rows get the uid of their group
+back: verl normalises advantages over rows of equal uid, which are the group's rows of all stages.
 """
 
 from __future__ import annotations
@@ -15,52 +16,54 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.utils import tensordict_utils as tu
 
-from eepo.algorithm import to_unlearn
-from eepo.algorithm.advantages import advantage_weights
+from eepo.algorithm import advantage_weights, completions_to_unlearn
 from eepo.config import AlgorithmConfig
-from eepo.model.batching import evenly
+from eepo.model.batching import evenly_spaced
 
 
-def stage_uid(group: str, stage: int) -> str:
-    return f"{group}-{stage}"
+def is_padding(key: str) -> bool:
+    """Return whether verl added this row to fill up a batch."""
+    return key.startswith("pad")
 
 
 def stage_of(key: str) -> int | None:
-    """None for rows that verl made up as padding."""
-    return None if key.startswith("pad") else int(key.rsplit("_", 2)[0].rsplit("-", 1)[1])
+    """Return the stage of a row; None for padding."""
+    return None if is_padding(key) else int(key.rsplit("_", 2)[0].rsplit("-", 1)[1])
 
 
 def group_of(key: str) -> str:
     return key.rsplit("_", 2)[0].rsplit("-", 1)[0]
 
 
+def session_of(key: str) -> str:
+    return key.rsplit("_", 1)[0]
+
+
 def staged_prompts(prompts: TensorDict, stage: int, num_samples: int) -> TensorDict:
-    """The same prompts under this stage's uids; verl's agent loops draw `num_samples` completions for each."""
+    """Give prompts the uids of a stage and ask for `num_samples` completions of each."""
     staged = prompts.clone(recurse=False)
-    tu.assign_non_tensor_stack(
-        staged, "uid", [stage_uid(str(uid), stage) for uid in prompts["uid"]]
-    )
+    tu.assign_non_tensor_stack(staged, "uid", [f"{uid}-{stage}" for uid in prompts["uid"]])
     tu.assign_non_tensor_data(staged, "__rollout_n__", num_samples)
     return staged
 
 
-def joined(batches: list[KVBatchMeta]) -> KVBatchMeta:
+def concatenate(batches: list[KVBatchMeta]) -> KVBatchMeta:
     keys = [key for batch in batches for key in batch.keys]
     tags = [tag for batch in batches for tag in batch.tags]
     return KVBatchMeta(partition_id=batches[-1].partition_id, keys=keys, tags=tags)
 
 
 class StagedBuffer:
-    """verl's replay buffer, or the user's own. Where the trainer samples a training batch it gets all stages."""
+    """Wraps a replay buffer, so that a training batch has the rows of all stages."""
 
     def __init__(self, buffer: Any) -> None:
         self.buffer = buffer
-        self.earlier: list[KVBatchMeta] = []  # rows of this step's finished stages
+        self.finished_stages: list[KVBatchMeta] = []  # of this step
 
     def add_stage(self, **request: Any) -> None:
-        """Wait for the stage that was asked for last."""
+        """Wait for the rows of the stage that was requested last, and keep them."""
         batch, _ = self.buffer.sample(partition_id="train", **request)
-        self.earlier.append(batch)
+        self.finished_stages.append(batch)
 
     def sample(
         self, global_steps: int, partition_id: str, batch_size: int
@@ -68,10 +71,10 @@ class StagedBuffer:
         batch, metrics = self.buffer.sample(
             global_steps=global_steps, partition_id=partition_id, batch_size=batch_size
         )
-        if partition_id != "train" or not self.earlier:
+        if partition_id != "train" or not self.finished_stages:
             return batch, metrics
-        batch = joined([*self.earlier, batch])
-        self.earlier = []
+        batch = concatenate([*self.finished_stages, batch])
+        self.finished_stages = []
         groups = tu.get_tensordict({"uid": [group_of(key) for key in batch.keys]})
         tq.kv_batch_put(keys=batch.keys, partition_id=partition_id, fields=groups)
         return batch, metrics
@@ -80,138 +83,112 @@ class StagedBuffer:
 def rows_to_unlearn(
     batch: KVBatchMeta, options: AlgorithmConfig
 ) -> tuple[KVBatchMeta, dict[str, bool]]:
-    """The rows that unlearning looks at, no more than `unlearn_max_completions`, and which of them it unlearns."""
+    """Choose at most `unlearn_max_completions` rows, and say which of them `unlearn_on` selects."""
     rewards = [0.0] * len(batch.keys)
     if options.unlearn_on != "all":
-        data = tq.kv_batch_get(
-            keys=batch.keys, partition_id=batch.partition_id, select_fields=["rm_scores"]
-        )
-        rewards = [float(row.sum()) for row in data["rm_scores"].unbind()]
-    wanted = wanted_rows(batch.keys, rewards, options.unlearn_on)
-    order = sorted(
-        range(len(batch.keys)), key=lambda row: batch.keys[row]
-    )  # prompt by prompt, not as they ended
-    rows = [order[place] for place in evenly(len(order), options.unlearn_max_completions)]
+        rewards = [float(row.sum()) for row in _columns(batch, "rm_scores")["rm_scores"].unbind()]
+    selected = select_rows(batch.keys, rewards, options.unlearn_on)
+    # Rows arrive in the order in which they finished. Sort them by prompt before spacing them out.
+    order = sorted(range(len(batch.keys)), key=lambda row: batch.keys[row])
+    rows = [order[index] for index in evenly_spaced(len(order), options.unlearn_max_completions)]
     keys, tags = [batch.keys[row] for row in rows], [batch.tags[row] for row in rows]
-    return KVBatchMeta(partition_id=batch.partition_id, keys=keys, tags=tags), {
-        key: wanted[key] for key in keys
-    }
+    chosen = KVBatchMeta(partition_id=batch.partition_id, keys=keys, tags=tags)
+    return chosen, {key: selected[key] for key in keys}
 
 
-def wanted_rows(keys: list[str], rewards: list[float], choice: str) -> dict[str, bool]:
-    """By key. A group is a prompt's rows of all stages so far; a session's rows are one completion with one reward."""
-    if choice == "all":
-        return dict.fromkeys(keys, True)
+def select_rows(keys: list[str], rewards: list[float], choice: str) -> dict[str, bool]:
+    """Apply `unlearn_on` to each group: a prompt's sessions of all stages so far.
+
+    verl writes a session's reward on all of its rows, or only on the last one.
+    """
     groups: dict[str, dict[str, float]] = {}
     for key, reward in zip(keys, rewards, strict=True):
-        sessions = groups.setdefault(group_of(key), {})
-        sessions[_session(key)] = max(
-            sessions.get(_session(key), 0.0), reward, key=abs
-        )  # on all its rows, or the last
-    chosen = {
-        session: one
-        for sessions in groups.values()
-        for session, one in zip(sessions, to_unlearn([*sessions.values()], choice), strict=True)
-    }
-    return {key: chosen[_session(key)] for key in keys}
+        sessions, session = groups.setdefault(group_of(key), {}), session_of(key)
+        sessions[session] = max(sessions.get(session, 0.0), reward, key=abs)
+    selected: dict[str, bool] = {}
+    for sessions in groups.values():
+        flags = completions_to_unlearn(list(sessions.values()), choice)
+        selected |= dict(zip(sessions, flags, strict=True))
+    return {key: selected[session_of(key)] for key in keys}
 
 
-def _session(key: str) -> str:
-    return key.rsplit("_", 1)[0]
-
-
-def weigh_advantages(batch: KVBatchMeta, options: AlgorithmConfig, staged: bool) -> None:
-    """Write them back, times what `eepo.later_advantages`, `failure_weight` and `rare_weight` say."""
-    fields = [
-        "advantages",
-        *(["rollout_log_probs", "response_mask"] if options.rare_weight else []),
-    ]
-    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
-    advantages = data["advantages"].unbind()  # ragged rows: [tokens] each, one value and zeros
-    likely = [(0.0, 0.0)] * len(advantages)
-    if options.rare_weight:
-        rows = zip(data["rollout_log_probs"].unbind(), data["response_mask"].unbind(), strict=True)
-        likely = [(float((row * mask).sum()), float(mask.sum())) for row, mask in rows]
-    weights = row_weights(
-        batch.keys, [float(row.sum()) for row in advantages], likely, options, staged
-    )
-    weighed = [row * weight for row, weight in zip(advantages, weights, strict=True)]
-    nested = {"advantages": torch.nested.as_nested_tensor(weighed, layout=torch.jagged)}
-    tq.kv_batch_put(
-        keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict(nested, len(weighed))
-    )
+def weight_advantages(batch: KVBatchMeta, options: AlgorithmConfig, staged: bool) -> None:
+    """Multiply the stored advantages by their weights."""
+    rows = _columns(batch, "advantages")["advantages"].unbind()  # [tokens] each: a value or 0
+    weights = row_weights(batch.keys, [float(row.sum()) for row in rows], options, staged)
+    weighted = [row * weight for row, weight in zip(rows, weights, strict=True)]
+    nested = {"advantages": torch.nested.as_nested_tensor(weighted, layout=torch.jagged)}
+    fields = TensorDict(nested, len(weighted))
+    tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
 
 
 def row_weights(
     keys: list[str],
-    signs: list[float],
-    likely: list[tuple[float, float]],
+    advantages: list[float],  # of each row; only the sign counts
     options: AlgorithmConfig,
     staged: bool,
 ) -> list[float]:
-    """Rows of one session are one completion, and a uid is one prompt's in one stage. Padding weighs 1.
+    """Return the factor of each row's advantage: the same for all rows of a session, 1 for padding.
 
-    Of each row: something of its advantage's sign; the sum of its log-probabilities, and over how many tokens.
+    The row with the largest absolute advantage decides: others of the session may have 0.
     """
-    uids: dict[str, dict[str, list[int]]] = {}
-    for row, key in enumerate(keys):
-        if not key.startswith("pad"):
-            uid, session, _ = key.rsplit("_", 2)
-            uids.setdefault(uid, {}).setdefault(session, []).append(row)
-    weights = [1.0] * len(keys)
-    for sessions in uids.values():
-        advantages = torch.tensor(
-            [max((signs[row] for row in rows), key=abs) for rows in sessions.values()]
-        )
-        sums = [
-            [sum(part) for part in zip(*(likely[row] for row in rows), strict=True)]
-            for rows in sessions.values()
-        ]
-        logprobs = torch.tensor([total / max(count, 1) for total, count in sums])
-        stage = stage_of(keys[next(iter(sessions.values()))[0]]) if staged else 1
-        found = advantage_weights(advantages, logprobs, torch.tensor(stage), options).tolist()
-        for rows, weight in zip(sessions.values(), found, strict=True):
-            for row in rows:
-                weights[row] = weight
-    return weights
+    sessions: dict[str, float] = {}
+    for key, advantage in zip(keys, advantages, strict=True):
+        session = session_of(key)
+        sessions[session] = max(sessions.get(session, 0.0), advantage, key=abs)
+    signs = torch.tensor([sessions[session_of(key)] for key in keys])
+    stages = torch.tensor([(stage_of(key) or 1) if staged else 1 for key in keys])
+    weights = advantage_weights(signs, stages, options).tolist()
+    return [1.0 if is_padding(key) else w for key, w in zip(keys, weights, strict=True)]
 
 
-def row_entropies(batch: KVBatchMeta) -> tuple[float, int]:
-    """Σ −log p under the weights that sampled, an unbiased estimate of Σ entropy; and over how many tokens."""
-    fields = ["rollout_log_probs", "response_mask"]
-    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+def entropy_sum(batch: KVBatchMeta) -> tuple[float, int]:
+    """Return Σ −log p under the weights that sampled, and the number of tokens.
+
+    The sum is an unbiased estimate of the sum of entropies.
+    """
+    data = _columns(batch, "rollout_log_probs", "response_mask")
     mask = data["response_mask"].values().bool()
     return -float(data["rollout_log_probs"].values()[mask].double().sum()), int(mask.sum())
 
 
 def stage_metrics(batch: KVBatchMeta, max_length: int) -> dict[str, float]:
-    """Means over each stage's completions, as `eepo/stageN/…`."""
-    fields = ["rollout_log_probs", "response_mask", "rm_scores", "advantages"]
-    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
-    columns = {name: data[name].unbind() for name in fields}  # ragged rows
+    """Compute means over each stage's rows, as `eepo/stageN/...`."""
+    names = ("rollout_log_probs", "response_mask", "rm_scores", "advantages")
+    data = _columns(batch, *names)
+    columns = {name: data[name].unbind() for name in names}  # rows of different lengths
     stages: dict[int, list[int]] = {}
     for row, key in enumerate(batch.keys):
         if (stage := stage_of(key)) is not None:
             stages.setdefault(stage, []).append(row)
     metrics: dict[str, float] = {}
     for stage, rows in sorted(stages.items()):
-        masks = [columns["response_mask"][row].bool() for row in rows]
-        num_tokens = max(sum(int(mask.sum()) for mask in masks), 1)
-        entropy = -sum(
-            float(columns["rollout_log_probs"][row][m].sum())
-            for row, m in zip(rows, masks, strict=True)
-        )
-        advantage = sum(
-            float(columns["advantages"][row][m].sum()) for row, m in zip(rows, masks, strict=True)
-        )
-        metrics |= {
-            f"eepo/stage{stage}/completions": len(rows),
-            f"eepo/stage{stage}/reward": sum(float(columns["rm_scores"][row].sum()) for row in rows)
-            / len(rows),
-            f"eepo/stage{stage}/entropy": entropy / num_tokens,
-            f"eepo/stage{stage}/advantage": advantage / num_tokens,
-            f"eepo/stage{stage}/length": sum(len(mask) for mask in masks) / len(rows),
-            f"eepo/stage{stage}/truncated_share": sum(len(mask) >= max_length for mask in masks)
-            / len(rows),
-        }
+        stage_columns = {name: [values[row] for row in rows] for name, values in columns.items()}
+        means = _stage_means(stage_columns, max_length)
+        metrics |= {f"eepo/stage{stage}/{name}": value for name, value in means.items()}
     return metrics
+
+
+def _stage_means(columns: dict[str, list[torch.Tensor]], max_length: int) -> dict[str, float]:
+    masks = [mask.bool() for mask in columns["response_mask"]]
+    num_rows = len(masks)
+    num_tokens = max(sum(int(mask.sum()) for mask in masks), 1)
+
+    def token_mean(name: str) -> float:
+        pairs = zip(columns[name], masks, strict=True)
+        return sum(float(row[mask].sum()) for row, mask in pairs) / num_tokens
+
+    return {
+        "completions": num_rows,
+        "reward": sum(float(row.sum()) for row in columns["rm_scores"]) / num_rows,
+        "entropy": -token_mean("rollout_log_probs"),
+        "advantage": token_mean("advantages"),
+        "length": sum(len(mask) for mask in masks) / num_rows,
+        "truncated_share": sum(len(mask) >= max_length for mask in masks) / num_rows,
+    }
+
+
+def _columns(batch: KVBatchMeta, *names: str) -> TensorDict:
+    return tq.kv_batch_get(
+        keys=batch.keys, partition_id=batch.partition_id, select_fields=list(names)
+    )

@@ -1,6 +1,6 @@
-"""The unlearning step on a sharded model: its loss as verl's engines call it, and θ′ beside θ.
+"""The unlearning step on FSDP2 shards: its loss, and θ′ next to θ. Never changes θ.
 
-The mathematics is `eepo.algorithm`'s; here are only verl's shapes and FSDP2's shards. θ is not written to here.
+The gate and the loss come from `eepo.algorithm`. This module adapts them to verl's tensors.
 """
 
 from __future__ import annotations
@@ -17,41 +17,43 @@ from eepo.algorithm import unlearn_gate, unlearn_loss
 from eepo.config import AlgorithmConfig
 from eepo.model.policy import Scores
 
-Shards = dict[
-    str, Tensor
-]  # of θ′, by parameter name; each a DTensor with its parameter's placement
+# Shards of θ′ by parameter name: DTensors with the placement of their parameter.
+Shards = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Errand:
-    """What the trainer asks of all workers at once."""
+class UnlearnRequest:
+    """The trainer's request to all workers. The flags cover the rows of all ranks, in order."""
 
     options: AlgorithmConfig
-    num_completions: int  # that the loss is a mean over: without padding
-    wanted: tuple[bool, ...]  # of the rows of all ranks, in order: those to unlearn
-    first_stage: tuple[bool, ...]  # those that θ sampled, on which a KL can be measured
-    start_lr: float  # where a search for η begins
+    num_completions: int  # the loss is a mean over these; without padding
+    selected: tuple[bool, ...]  # rows to unlearn
+    in_stage1: tuple[bool, ...]  # rows that θ sampled; only these can measure KL(θ‖θ′)
+    start_lr: float  # start of the search for η
     debug: bool
 
 
 def micro_batch_loss(
     scores: Scores,  # [B, T] of completion tokens
-    mask: Tensor,  # [B, T]; a row of padding has none set
-    wanted: Tensor,  # [B]
+    mask: Tensor,  # [B, T]; all zeros for a row of padding
+    selected: Tensor,  # [B]
     options: AlgorithmConfig,
-    num_completions: int,  # real ones, over all micro-batches and ranks
+    num_completions: int,  # over all micro-batches and ranks, without padding
 ) -> tuple[Tensor, dict[str, float]]:
-    """This micro-batch's part of the mean over all completions, and what it gated. Gate and loss share one forward."""
+    """Return this micro-batch's part of the mean over all completions, and sums for metrics."""
     mask = mask.bool()
-    gate = unlearn_gate(scores, mask, options) & wanted.bool().unsqueeze(1)
+    gate = unlearn_gate(scores, mask, options) & selected.bool().unsqueeze(1)
     loss = unlearn_loss(scores, mask, gate, options) * (len(mask) / num_completions)
     entropy = torch.where(mask, scores.entropies.detach(), 0.0).sum()
-    counts = {"gated": float(gate.sum()), "tokens": float(mask.sum()), "entropy": float(entropy)}
-    return loss, counts | {"loss": float(loss.detach())}
+    sums = {"gated": gate.sum(), "tokens": mask.sum(), "entropy": entropy, "loss": loss.detach()}
+    return loss, {name: float(value) for name, value in sums.items()}
 
 
 def gradient_norm(module: nn.Module) -> float:
-    """Over all shards: every rank gets the same number. 0 where nothing was gated, or all of it was saturated."""
+    """Return the norm over all shards, the same on every rank.
+
+    It is 0 if nothing is gated or all gated tokens are saturated.
+    """
     gradients = [weight.grad for weight in module.parameters() if weight.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
@@ -59,7 +61,10 @@ def gradient_norm(module: nn.Module) -> float:
 
 @torch.no_grad()
 def take_rollout_weights(module: nn.Module, lr: float) -> Shards:
-    """θ − lr · gradient, in the gradient's own memory: nothing is allocated. The module has no gradients after it."""
+    """Compute θ − lr · gradient in the gradient's memory, without allocating any.
+
+    The gradients are then removed from the module.
+    """
     shards = {}
     for name, weight in module.named_parameters():
         if weight.grad is not None:
@@ -70,7 +75,7 @@ def take_rollout_weights(module: nn.Module, lr: float) -> Shards:
 
 @torch.no_grad()
 def count_changes(module: nn.Module, shards: Shards, dtype: torch.dtype) -> tuple[int, int]:
-    """How many of this rank's rollout weights differ after rounding to `dtype`, and of how many."""
+    """Count this rank's weights that differ between θ and θ′ after rounding, and all weights."""
     changed = total = 0
     for name, weight in module.named_parameters():
         total += _local(weight).numel()
@@ -81,25 +86,23 @@ def count_changes(module: nn.Module, shards: Shards, dtype: torch.dtype) -> tupl
 
 @contextmanager
 def rollout_weights(module: nn.Module, shards: Shards) -> Iterator[None]:
-    """Inside, `module.state_dict()` tells θ′: what verl's weight push reads. θ itself stays where it is."""
-    aliases: dict[
-        int, list[str]
-    ] = {}  # a tied weight has several names there, and one among the parameters
+    """Make `module.state_dict()` return θ′ inside the block: verl's weight push reads it."""
+    aliases: dict[int, list[str]] = {}  # tied weights have several names in the state dict
     for name, weight in module.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(weight), []).append(name)
-    moved = {
+    replaced = {
         alias: shards[name]
         for name, weight in module.named_parameters()
         if name in shards
         for alias in aliases[id(weight)]
     }
 
-    def tell(_: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-        state.update(
-            {prefix + name: shard for name, shard in moved.items() if prefix + name in state}
-        )
+    def replace(_: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+        for name, shard in replaced.items():
+            if prefix + name in state:
+                state[prefix + name] = shard
 
-    handle = module.register_state_dict_post_hook(tell)
+    handle = module.register_state_dict_post_hook(replace)
     try:
         yield
     finally:
@@ -107,21 +110,21 @@ def rollout_weights(module: nn.Module, shards: Shards) -> Iterator[None]:
 
 
 def fingerprint(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
-    """Changes with any bit of this rank's weights or optimizer state, but for accidents: two sums over their bits."""
+    """Hash this rank's weights and optimizer state: two sums over the bytes of each tensor."""
     tensors = [_local(weight) for weight in module.parameters()]
     for state in optimizer.state.values():
         tensors += [_local(value) for value in state.values() if isinstance(value, Tensor)]
-    return [part for tensor in tensors for part in _bit_sums(tensor)]
+    return [part for tensor in tensors for part in _byte_sums(tensor)]
 
 
-def _bit_sums(tensor: Tensor) -> tuple[int, int]:
-    """In pieces, so that the widened copies stay small."""
-    plain = mixed = 0
-    for bits in tensor.contiguous().reshape(-1).view(torch.uint8).split(2**24):
-        places = torch.arange(1, len(bits) + 1, device=bits.device)
-        plain += int(bits.sum())
-        mixed = (mixed * 31 + int((bits * places).sum())) % 2**61
-    return plain, mixed
+def _byte_sums(tensor: Tensor) -> tuple[int, int]:
+    """Return a plain sum and one weighted by position. Chunks keep the int64 copies small."""
+    plain = weighted = 0
+    for chunk in tensor.contiguous().reshape(-1).view(torch.uint8).split(2**24):
+        positions = torch.arange(1, len(chunk) + 1, device=chunk.device)
+        plain += int(chunk.sum())
+        weighted = (weighted * 31 + int((chunk * positions).sum())) % 2**61
+    return plain, weighted
 
 
 def _local(tensor: Tensor) -> Tensor:

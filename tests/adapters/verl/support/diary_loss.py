@@ -1,4 +1,4 @@
-"""verl's policy loss, which also writes down the denominators that it was handed."""
+"""verl's policy loss, which also records its arguments: denominators, policy and advantages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla, register_po
 
 @register_policy_loss("diary")
 def policy_loss(
-    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, **rest: Any
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, **others: Any
 ) -> Any:
     path = Path(os.environ["EEPO_TEST_DIARY"]) / f"loss-rank{os.environ['RANK']}.jsonl"
     with path.open("a") as stream:
@@ -24,4 +24,4 @@ def policy_loss(
                 "advantages": advantages[row][mask].tolist(),
             }
             stream.write(json.dumps(entry) + "\n")
-    return compute_policy_loss_vanilla(old_log_prob, log_prob, advantages, response_mask, **rest)
+    return compute_policy_loss_vanilla(old_log_prob, log_prob, advantages, response_mask, **others)

@@ -1,4 +1,4 @@
-"""What a verl run needs, as small as it gets: a byte-level model, prompts as Parquet, a reward, a command line."""
+"""A tiny verl run: a byte-level model, prompts in a Parquet file, a reward and a command line."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ NUM_PROMPTS = 12
 
 
 def write_model(folder: Path) -> None:
-    """About 40,000 weights with wide distributions; head and embedding are tied, as in the smaller of real models."""
+    """Write a model with 40,000 weights, high entropy, and a head tied to the embedding."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {
-        token: index
-        for index, token in enumerate([*alphabet, "<|im_start|>", "<|im_end|>", "<|pad|>"])
-    }
+    tokens = [*alphabet, "<|im_start|>", "<|im_end|>", "<|pad|>"]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -41,13 +39,12 @@ def write_model(folder: Path) -> None:
         eos_token_id=vocabulary["<|im_end|>"],
         pad_token_id=vocabulary["<|pad|>"],
     )
-    model, draws = Qwen2ForCausalLM(config), numpy.random.default_rng(0)
+    # numpy gives the same weights on every processor.
+    model, generator = Qwen2ForCausalLM(config), numpy.random.default_rng(0)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" not in name:
-                weight.copy_(
-                    torch.from_numpy(draws.normal(0, 0.3, weight.shape))
-                )  # the same on every processor
+                weight.copy_(torch.from_numpy(generator.normal(0, 0.3, weight.shape)))
     model.save_pretrained(folder)
 
 
@@ -67,12 +64,12 @@ def write_prompts(path: Path) -> None:
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any
 ) -> float:
-    """Something that differs between completions."""
+    """Return a reward that differs between completions."""
     return float(sum(map(ord, solution_str)) % 2)
 
 
 def command_line(model: Path, prompts: Path, out: Path, num_steps: int) -> list[str]:
-    """Overrides for verl's `ppo_trainer`: 2 ranks of FSDP2 in fp32, one rollout server, 3 prompts of 4 completions."""
+    """Return overrides of verl's `ppo_trainer`: 2 FSDP2 ranks in fp32, 3 prompts, 4 completions."""
     return [
         f"data.train_files={prompts}",
         f"data.val_files={prompts}",

@@ -1,8 +1,8 @@
-"""A rollout backend for verl: one Ray actor with a plain `transformers` model, and a diary of what it was told.
+"""A rollout backend for verl: one Ray actor with a plain `transformers` model.
 
-Every push of weights and every completion is written to EEPO_TEST_DIARY, so that a test can check afterwards what was
-sampled from which weights. A completion's draws depend on its prompt, the weights' version and how many completions of
-that prompt came before it: the same, whoever asks.
+It records every push of weights and every completion in the folder EEPO_TEST_DIARY, so that a test
+can check later what was sampled from which weights. The random numbers of a completion depend only
+on its prompt, the version of the weights, and the number of earlier completions of that prompt.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TransformersServer:
         self.num_pushes = len(list(self.diary.glob("push-*.safetensors")))
         self.version = -1
         self.asleep = True
-        self.num_drawn: dict[tuple[int, tuple[int, ...]], int] = {}
+        self.num_sampled: dict[tuple[int, tuple[int, ...]], int] = {}
 
     async def load(self, weights: dict[str, torch.Tensor], version: int | None) -> None:
         self.model.load_state_dict(weights, strict=False)
@@ -47,14 +47,14 @@ class TransformersServer:
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any
     ) -> TokenOutput:
-        assert not self.asleep, "asked for a completion while asleep"
-        count = self.num_drawn.get((self.version, tuple(prompt_ids)), 0)
-        self.num_drawn[self.version, tuple(prompt_ids)] = count + 1
-        draws = random.Random(f"{self.version} {count} {prompt_ids}")  # the same on every processor
-        length = self.max_new_tokens - count % 3  # ragged
-        ids, logprobs = self._sample(
-            prompt_ids, length, sampling_params["temperature"] or 1.0, draws
-        )
+        assert not self.asleep, "a completion was requested while the server sleeps"
+        count = self.num_sampled.get((self.version, tuple(prompt_ids)), 0)
+        self.num_sampled[self.version, tuple(prompt_ids)] = count + 1
+        # Python's generator gives the same numbers on every processor.
+        generator = random.Random(f"{self.version} {count} {prompt_ids}")
+        length = self.max_new_tokens - count % 3  # completions of different lengths
+        temperature = sampling_params["temperature"] or 1.0
+        ids, logprobs = self._sample(prompt_ids, length, temperature, generator)
         self._write(
             event="completion", push=self.num_pushes, prompt=prompt_ids, ids=ids, logprobs=logprobs
         )
@@ -64,13 +64,15 @@ class TransformersServer:
 
     @torch.no_grad()
     def _sample(
-        self, prompt: list[int], length: int, temperature: float, draws: random.Random
+        self, prompt: list[int], length: int, temperature: float, generator: random.Random
     ) -> tuple[list[int], list[float]]:
         ids, logprobs = list(prompt), []
         while len(logprobs) < length:
             logp = (self.model(torch.tensor([ids])).logits[0, -1] / temperature).log_softmax(-1)
-            cumulated = logp.double().exp().cumsum(-1)
-            ids.append(int(torch.searchsorted(cumulated, draws.random() * float(cumulated[-1]))))
+            cumulative = logp.double().exp().cumsum(-1)
+            ids.append(
+                int(torch.searchsorted(cumulative, generator.random() * float(cumulative[-1])))
+            )
             logprobs.append(float(logp[ids[-1]]))
         return ids[len(prompt) :], logprobs
 
@@ -98,7 +100,7 @@ class TransformersReplica(RolloutReplica):
 
 
 class TransformersRollout(BaseRollout):
-    """The trainer's side: every rank takes part in gathering weights, the first one sends them."""
+    """The trainer's side. All ranks gather the weights, and the first one sends them."""
 
     async def resume(self, tags: list[str]) -> None:
         if torch.distributed.get_rank() == 0:

@@ -1,7 +1,7 @@
-"""verl without an accelerator, for tests: a CPU platform, gloo, and rollouts by `transformers`.
+"""Lets verl run on the CPU, for tests: a CPU platform, gloo, and rollouts with `transformers`.
 
-verl imports this module in every process it starts (VERL_USE_EXTERNAL_MODULES). Only what verl lacks is here: its
-trainer, workers, FSDP2 engine, agent loops, weight push and checkpoints run as they are.
+verl imports this module in every process (VERL_USE_EXTERNAL_MODULES). Its trainer, workers, FSDP2
+engine, agent loops, weight push and checkpoints are unchanged.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class PlatformCPU(PlatformBase):
     def profiler_stop(self) -> None: ...
 
     def ray_resource_name(self) -> str:
-        return "GPU"  # Ray is told that there are some: that is how verl places its workers
+        return "GPU"  # verl places its workers on GPUs, so the tests tell Ray that there are some
 
     def ray_noset_envvars(self) -> list[str]:
         return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
@@ -96,9 +96,9 @@ _CPU: Any = SimpleNamespace(
 
 set_platform(PlatformCPU())
 
-_start = verl.utils.distributed.initialize_global_process_group_ray
+_init_process_group = verl.utils.distributed.initialize_global_process_group_ray
 verl.utils.distributed.initialize_global_process_group_ray = (
-    lambda timeout_second=None, backend=None: _start(timeout_second, "gloo")
+    lambda timeout_second=None, backend=None: _init_process_group(timeout_second, "gloo")
 )
 
 _ROLLOUT_REGISTRY[("transformers", "async")] = "transformers_rollout.TransformersRollout"

@@ -1,4 +1,4 @@
-"""A run of verl in a process of its own, and what it wrote down."""
+"""Runs verl in a separate process and reads what it recorded."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 SUPPORT = Path(__file__).parent
-TIME_LIMIT = 420  # seconds for one run; about 60 on two free cores
-GROUP = 4  # completions of a prompt
+TIME_LIMIT = 420  # seconds per run; a run takes about 60 on two free cores
+GROUP = 4  # completions per prompt
 
 
 @dataclass(frozen=True)
@@ -20,30 +20,27 @@ class VerlRun:
     folder: Path
 
     def events(self) -> list[dict[str, Any]]:
-        """What the rollout server was told: pushes, completions, sleeps."""
+        """Return the rollout server's events: pushes, completions and sleeps."""
         return _lines(self.folder / "diary/diary.jsonl")
 
     def completions(self, push: int) -> list[dict[str, Any]]:
-        """Sampled from the weights of that push."""
-        return [
-            event
-            for event in self.events()
-            if event["event"] == "completion" and event["push"] == push
-        ]
+        """Return the completions sampled from the weights of that push."""
+        completions = [event for event in self.events() if event["event"] == "completion"]
+        return [event for event in completions if event["push"] == push]
 
     def weights(self, push: int) -> Path:
         return self.folder / f"diary/push-{push:03d}.safetensors"
 
     def loss_rows(self) -> list[dict[str, Any]]:
-        """What the policy loss was handed, padding left out."""
+        """Return the arguments of the policy loss, without padding rows."""
         files = sorted(self.folder.glob("diary/loss-rank*.jsonl"))
         return [row for file in files for row in _lines(file) if row["denominators"]]
 
     def metrics(self) -> dict[int, dict[str, float]]:
         return {line["step"]: line["data"] for line in _lines(self.folder / "metrics.jsonl")}
 
-    def dumped(self, step: int) -> list[dict[str, Any]]:
-        """verl's own dump of a step's completions."""
+    def rollout_dump(self, step: int) -> list[dict[str, Any]]:
+        """Return verl's dump of a step's completions."""
         return _lines(self.folder / f"rollouts/{step}.jsonl")
 
 
@@ -52,7 +49,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def stage_rows(completions: list[dict[str, Any]], first: int, last: int) -> list[dict[str, Any]]:
-    """The first-th to last-th completion of each prompt, in the order in which they were asked for."""
+    """Slice the completions of each prompt, in the order of the requests."""
     by_prompt: dict[tuple[int, ...], list[dict[str, Any]]] = {}
     for row in completions:
         by_prompt.setdefault(tuple(row["prompt"]), []).append(row)
@@ -66,23 +63,21 @@ def entropy(rows: list[dict[str, Any]]) -> float:
 def run_verl(
     module: str, model: Path, folder: Path, overrides: list[str], num_steps: int = 2
 ) -> VerlRun:
-    """The real command in a process of its own. If it does not end, it and all that Ray started for it are ended."""
+    """Run the real command. After the time limit, kill it and all processes of its Ray cluster."""
     import psutil
     import tiny
 
     (folder / "diary").mkdir()
-    environment = (
-        os.environ
-        | {
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(SUPPORT),
-            "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu,diary_loss",
-            "VERL_ENGINE_DEVICE": "cuda",  # verl's FSDP engine is registered for that name, and does not need it
-            "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
-            "EEPO_TEST_DIARY": str(folder / "diary"),
-            "RAY_DEDUP_LOGS": "0",
-        }
-    )
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(SUPPORT),
+        "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu,diary_loss",
+        # verl registers its FSDP engine for this device, but it also runs on the CPU.
+        "VERL_ENGINE_DEVICE": "cuda",
+        "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
+        "EEPO_TEST_DIARY": str(folder / "diary"),
+        "RAY_DEDUP_LOGS": "0",
+    }
     line = [*tiny.command_line(model, model / "prompts.parquet", folder, num_steps), *overrides]
     with (folder / "log.txt").open("w") as log:
         process = subprocess.Popen(
@@ -94,11 +89,8 @@ def run_verl(
         try:
             code = process.wait(TIME_LIMIT)
         finally:
-            for child in (
-                [*psutil.Process(process.pid).children(recursive=True), process]
-                if process.poll() is None
-                else ()
-            ):
-                child.kill()
+            if process.poll() is None:
+                for child in [*psutil.Process(process.pid).children(recursive=True), process]:
+                    child.kill()
     assert code == 0, (folder / "log.txt").read_text()[-6000:]
     return VerlRun(folder)
