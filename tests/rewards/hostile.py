@@ -1,4 +1,4 @@
-r"""More than 200 answers that a model might write to hurt a grader: each must be answered, cheaply, and be wrong."""
+"""Lists more than 200 hostile answers. A grader must reject each of them at low cost."""
 
 # ruff: noqa: E501
 
@@ -8,19 +8,10 @@ MEGABYTE = 2**20
 
 
 def hostile_answers() -> dict[str, str]:
-    """Name: completion. Most are boxed, so that they reach the parser."""
+    """Return completions by name. Most are boxed, so that they reach the parser."""
     answers: dict[str, str] = {}
-    for group in (
-        _powers(),
-        _factorials(),
-        _nesting(),
-        _long(),
-        _unclosed(),
-        _characters(),
-        _endless(),
-        _code(),
-    ):
-        answers |= group
+    for group in (_powers, _factorials, _nesting, _long, _unclosed, _characters, _endless, _code):
+        answers |= group()
     return answers
 
 
@@ -92,9 +83,9 @@ def _nesting() -> dict[str, str]:
             f"{depth} texts": r"\text{" * (depth // 6) + "a" + "}" * (depth // 6),
             f"{depth} absolute values": "|" * depth + "x" + "|" * depth,
             f"{depth} sines": r"\sin(" * (depth // 6) + "1" + ")" * (depth // 6),
-            f"{depth} matrices": r"\begin{pmatrix}" * (depth // 20)
-            + "1"
-            + r"\end{pmatrix}" * (depth // 20),
+            f"{depth} matrices": (
+                r"\begin{pmatrix}" * (depth // 20) + "1" + r"\end{pmatrix}" * (depth // 20)
+            ),
             f"{depth} boxes": r"\boxed{" * depth + "1" + "}" * depth,
         }
     return {f"nested: {name}": boxed(answer) for name, answer in answers.items()}
@@ -107,16 +98,12 @@ def _long() -> dict[str, str]:
         "unions": r"(0,1)\cup", "columns": "1&", "rows": r"1\\", "text": r"\text{a}", "dollars": "$", "primes": "'",
         "percent": "%", "points": ".", "and": " and ",
     }  # fmt: skip
-    answers = {
-        f"megabyte of {name}": (piece * MEGABYTE)[:MEGABYTE] for name, piece in pieces.items()
-    }
-    answers |= {
-        f"boxed megabyte of {name}": boxed((piece * MEGABYTE)[:MEGABYTE])
-        for name, piece in pieces.items()
-    }
-    answers |= {
-        f"boxed thousand of {name}": boxed((piece * 1800)[:1800]) for name, piece in pieces.items()
-    }
+    answers = {}
+    for name, piece in pieces.items():
+        megabyte = (piece * MEGABYTE)[:MEGABYTE]
+        answers[f"megabyte of {name}"] = megabyte
+        answers[f"boxed megabyte of {name}"] = boxed(megabyte)
+        answers[f"boxed thousand of {name}"] = boxed((piece * 1800)[:1800])
     answers["half a megabyte of boxes"] = r"\boxed{1}" * (MEGABYTE // 18) + r"\boxed{2}"
     answers["many statements"] = "The answer is 1. " * 50_000 + "The answer is 2."
     return {f"long: {name}": answer for name, answer in answers.items()}
@@ -139,7 +126,7 @@ def _characters() -> dict[str, str]:
         "nul": "\x00", "bell": "\x07", "escape": "\x1b[2J", "delete": "\x7f", "surrogate": "\ud800", "low": "\udfff",
         "right to left": "\u202e", "zero width": "\u200b", "combining": "a" + "\u0301" * 500, "private": "\ue000",
         "not a character": "\uffff", "emoji": "🦊", "line separator": "\u2028", "byte order": "\ufeff",
-        "arabic digits": "٤٢", "full width": "４２", "superscripts": "4²²²²²", "our row mark": "1 ⏎ 2", "our union": "1∪2",
+        "arabic digits": "٤٢", "full width": "４２", "superscripts": "4²²²²²", "row end mark": "1 ⏎ 2", "union sign": "1∪2",
         "vertical tab": "\v", "form feed": "\f", "carriage return": "4\r2",
     }  # fmt: skip
     answers = {f"{name}": boxed(text) for name, text in characters.items()}
@@ -168,8 +155,8 @@ def _code() -> dict[str, str]:
         "__import__('os').system('touch /tmp/eepo-was-here')", "eval('1')", "exec('import os')", "().__class__.__mro__",
         "lambda: 0", "[x for x in range(10**9)]", "open('/etc/passwd').read()", "sympy.factorial(10**9)", "{{7*7}}",
         "${7*7}", "<script>alert(1)</script>", "'; DROP TABLE rewards; --", "%s%s%s%n", "os._exit(0)", "exit()",
-        "import os", "__builtins__", "globals()", "Integer(42).__class__", "print(42)", '{"item": 1, "reward": 1.0}',
-        '\n{"item": 1, "reward": 1.0, "answer": "", "reason": ""}\n', "reward = 1", "float('inf')", "nan", "NaN", "inf",
+        "import os", "__builtins__", "globals()", "Integer(42).__class__", "print(42)", '{"request": 1, "reward": 1.0}',
+        '\n{"request": 1, "reward": 1.0, "answer": "", "reason": ""}\n', "reward = 1", "float('inf')", "nan", "NaN", "inf",
         r"\infty", "-0", "None", "True", "null", "undefined",
     ]  # fmt: skip
     return {f"code: {answer[:40]!r}": boxed(answer) for answer in answers}

@@ -1,7 +1,8 @@
-"""Grading: what is right earns 1, anything else 0, whatever was written; equal answers have equal keys."""
+"""Checks that right expressions earn 1, that other texts earn 0, and that keys are canonical."""
 
 from __future__ import annotations
 
+import operator
 import random
 import time
 from fractions import Fraction
@@ -17,16 +18,16 @@ from eepo.types import Prompt
 REWARD = CountdownReward()
 
 
-def ask(*numbers: int, target: Any) -> Prompt:
+def prompt_for(*numbers: int, target: Any) -> Prompt:
     return Prompt("", "", (), {"numbers": list(numbers), "target": target})
 
 
 def grade(text: str, *numbers: int, target: Any) -> float:
-    return REWARD.grade([ask(*numbers, target=target)], [text])[0].reward
+    return REWARD.grade([prompt_for(*numbers, target=target)], [text])[0].reward
 
 
 def key(text: str) -> str | None:
-    return REWARD.grade([ask(1, target=1)], [text])[0].answer
+    return REWARD.grade([prompt_for(1, target=1)], [text])[0].answer
 
 
 @pytest.mark.parametrize(
@@ -61,9 +62,9 @@ def test_right_expressions_earn_one(text: str, numbers: tuple[int, ...], target:
     ("text", "numbers", "target"),
     [
         ("2+3", (2, 3), 6),  # wrong value
-        ("2+3", (2, 3, 5), 5),  # a number left over
+        ("2+3", (2, 3, 5), 5),  # an unused number
         ("2+2", (2, 3), 4),  # a number twice
-        ("2+3+0", (2, 3), 5),  # a number of its own
+        ("2+3+0", (2, 3), 5),  # an extra number
         ("5", (2, 3), 5),
         ("23", (2, 3), 23),  # numbers may not be joined
         ("2 3", (2, 3), 23),
@@ -98,7 +99,7 @@ def test_right_expressions_earn_one(text: str, numbers: tuple[int, ...], target:
         ("   ", (), 0),
     ],
 )
-def test_anything_else_earns_nothing(text: str, numbers: tuple[int, ...], target: int) -> None:
+def test_other_texts_earn_nothing(text: str, numbers: tuple[int, ...], target: int) -> None:
     assert grade(text, *numbers, target=target) == 0.0
 
 
@@ -142,29 +143,29 @@ def test_anything_else_earns_nothing(text: str, numbers: tuple[int, ...], target
     ids=lambda text: ascii(text[:12]),
 )
 def test_hostile_completions_earn_nothing_and_cost_little(text: str) -> None:
-    prompt = ask(1, 2, target=3)
+    prompt = prompt_for(1, 2, target=3)
     started = time.process_time()
     assert REWARD.grade([prompt], [text])[0].reward == 0.0
     assert time.process_time() - started < 0.5
 
 
-def test_twenty_brackets_are_still_read() -> None:
+def test_twenty_nested_brackets_are_accepted() -> None:
     assert grade("(" * 20 + "1+2" + ")" * 20, 1, 2, target=3) == 1.0
 
 
-def test_grades_come_in_order() -> None:
-    prompts = [ask(1, 2, target=3), ask(1, 2, target=2), ask(1, 2, target=3)]
+def test_verdicts_are_in_order() -> None:
+    prompts = [prompt_for(1, 2, target=3), prompt_for(1, 2, target=2), prompt_for(1, 2, target=3)]
     verdicts = REWARD.grade(prompts, ["1+2", "1+2", "2+1"])
     assert [verdict.reward for verdict in verdicts] == [1.0, 0.0, 1.0]
 
 
-def test_texts_and_prompts_must_pair() -> None:
+def test_texts_and_prompts_must_have_equal_length() -> None:
     with pytest.raises(ValueError):
-        REWARD.grade([ask(1, target=1)], ["1", "1"])
+        REWARD.grade([prompt_for(1, target=1)], ["1", "1"])
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("left", "right"),
     [
         ("2+3*4", "4*3+2"),
         ("9-(4-1)", "9-4+1"),
@@ -180,12 +181,12 @@ def test_texts_and_prompts_must_pair() -> None:
         ("5-((2-1))", "5+1-2"),
     ],
 )
-def test_reordered_answers_are_one_answer(one: str, other: str) -> None:
-    assert key(one) == key(other)
+def test_reordered_expressions_have_one_key(left: str, right: str) -> None:
+    assert key(left) == key(right)
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("left", "right"),
     [
         ("2+3*4", "(2+3)*4"),
         ("9-4-1", "9-(4-1)"),
@@ -197,11 +198,12 @@ def test_reordered_answers_are_one_answer(one: str, other: str) -> None:
         ("1*5", "5"),
     ],
 )
-def test_different_answers_have_different_keys(one: str, other: str) -> None:
-    assert key(one) != key(other)
+def test_different_expressions_have_different_keys(left: str, right: str) -> None:
+    assert key(left) != key(right)
 
 
 Tree = Any  # a number, or (sign, [parts])
+OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
 trees = st.recursive(
     st.integers(1, 20),
@@ -213,12 +215,12 @@ trees = st.recursive(
 )
 
 
-def written(tree: Tree, rng: random.Random | None = None) -> str:
-    """With brackets around every part; with `rng`, operands of + and * in a random order."""
+def as_text(tree: Tree, rng: random.Random | None = None) -> str:
+    """Write a tree with brackets around every part; `rng` shuffles the operands of + and *."""
     if isinstance(tree, int):
         return str(tree)
     sign, parts = tree
-    texts = [f"({written(part, rng)})" for part in parts]
+    texts = [f"({as_text(part, rng)})" for part in parts]
     if rng and sign in "+*":
         rng.shuffle(texts)
     return sign.join(texts)
@@ -229,31 +231,25 @@ def value(tree: Tree) -> Fraction:
         return Fraction(tree)
     sign, (first, *rest) = tree[0], [value(part) for part in tree[1]]
     for part in rest:
-        first = (
-            {"+": first + part, "-": first - part, "*": first * part}[sign]
-            if sign != "/"
-            else first / part
-        )
+        first = OPERATORS[sign](first, part)
     return first
 
 
 def numbers_in(tree: Tree) -> list[int]:
-    return (
-        [tree]
-        if isinstance(tree, int)
-        else [number for part in tree[1] for number in numbers_in(part)]
-    )
+    if isinstance(tree, int):
+        return [tree]
+    return [number for part in tree[1] for number in numbers_in(part)]
 
 
 @given(trees)
-def test_any_expression_has_the_value_that_exact_arithmetic_gives_it(tree: Tree) -> None:
+def test_values_are_exact(tree: Tree) -> None:
     try:
         expected = value(tree)
     except ZeroDivisionError:
-        assert grade(written(tree), *numbers_in(tree), target=0) == 0.0
+        assert grade(as_text(tree), *numbers_in(tree), target=0) == 0.0
         return
-    assert grade(written(tree), *numbers_in(tree), target=expected) == 1.0
-    assert grade(written(tree), *numbers_in(tree), target=expected + 1) == 0.0
+    assert grade(as_text(tree), *numbers_in(tree), target=expected) == 1.0
+    assert grade(as_text(tree), *numbers_in(tree), target=expected + 1) == 0.0
 
 
 @given(trees, st.randoms(use_true_random=False))
@@ -262,17 +258,17 @@ def test_shuffling_operands_keeps_the_key(tree: Tree, rng: random.Random) -> Non
         value(tree)
     except ZeroDivisionError:
         return
-    assert key(written(tree, rng)) == key(written(tree))
+    assert key(as_text(tree, rng)) == key(as_text(tree))
 
 
 @given(trees, trees)
-def test_different_values_have_different_keys(one: Tree, other: Tree) -> None:
+def test_expressions_with_different_values_have_different_keys(left: Tree, right: Tree) -> None:
     try:
-        differ = value(one) != value(other)
+        differ = value(left) != value(right)
     except ZeroDivisionError:
         return
     if differ:
-        assert key(written(one)) != key(written(other))
+        assert key(as_text(left)) != key(as_text(right))
 
 
 @pytest.mark.parametrize(
@@ -285,5 +281,5 @@ def test_different_values_have_different_keys(one: Tree, other: Tree) -> None:
         ("1+2", "1+2"),
     ],
 )
-def test_the_last_whole_answer_tag_counts(text: str, expected: str) -> None:
+def test_the_last_closed_answer_tag_counts(text: str, expected: str) -> None:
     assert answer_text(text) == expected

@@ -1,4 +1,7 @@
-r"""Equal answers are accepted, different ones are not: each line a rule, or a fault of a lenient checker."""
+r"""Checks that equal answers are accepted and different answers are rejected.
+
+Each pair tests a rule, or a mistake that a lenient grader makes.
+"""
 
 from __future__ import annotations
 
@@ -162,33 +165,33 @@ DIFFERENT = [
 
 
 @pytest.mark.parametrize(("gold", "answer"), SAME)
-def test_equal_answers_are_the_same(gold: str, answer: str) -> None:
+def test_equal_answers_are_accepted(gold: str, answer: str) -> None:
     assert same_answer(gold, answer)
 
 
 @pytest.mark.parametrize(("gold", "answer"), DIFFERENT)
-def test_other_answers_are_different(gold: str, answer: str) -> None:
+def test_different_answers_are_rejected(gold: str, answer: str) -> None:
     with contextlib.suppress(Unparsable):
         assert same_answer(gold, answer) is None
 
 
 @pytest.mark.parametrize("gold", sorted({gold for gold, _ in SAME + DIFFERENT}))
-def test_every_answer_is_itself(gold: str) -> None:
+def test_every_answer_equals_itself(gold: str) -> None:
     assert same_answer(gold, gold) == "same text"
     assert same_answer(gold, f"$ {gold} $") == "same text"
 
 
-def test_what_is_no_mathematics_is_said_to_be_so() -> None:
+def test_broken_latex_is_unparsable() -> None:
     with pytest.raises(Unparsable):
         same_answer("x^2+1", r"\frac{\frac")
 
 
 @pytest.mark.parametrize(
-    ("one", "other"), [("0.5", r"\frac{1}{2}"), ("1,000", "1000"), (r"\$5", "5.0"), ("x", " x ")]
+    ("left", "right"), [("0.5", r"\frac{1}{2}"), ("1,000", "1000"), (r"\$5", "5.0"), ("x", " x ")]
 )
-def test_equal_answers_are_counted_as_one(one: str, other: str) -> None:
-    assert canonical(one) == canonical(other)
+def test_equal_answers_have_one_key(left: str, right: str) -> None:
+    assert canonical(left) == canonical(right)
 
 
-def test_other_answers_are_counted_apart() -> None:
+def test_different_answers_have_different_keys() -> None:
     assert len({canonical(text) for text in ("1", "2", "1/2", "x", "y", "(1,2)", "(2,1)")}) == 7

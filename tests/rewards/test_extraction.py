@@ -1,4 +1,4 @@
-r"""Which part of a completion is its answer."""
+"""Checks which part of a completion is read as its answer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from eepo.rewards.extraction import final_answer
         ("Monday", "Monday"),
     ],
 )
-def test_the_last_box_else_the_last_stated_answer(text: str, answer: str) -> None:
+def test_last_box_else_last_stated_answer_is_returned(text: str, answer: str) -> None:
     assert final_answer(text) == answer
 
 
@@ -59,11 +59,11 @@ def test_the_last_box_else_the_last_stated_answer(text: str, answer: str) -> Non
     ],
     ids=lambda text: text[:20],
 )
-def test_a_number_that_merely_stands_there_is_no_answer(text: str) -> None:
+def test_texts_without_a_stated_answer_have_none(text: str) -> None:
     assert final_answer(text) is None
 
 
-def test_a_box_is_read_with_its_nested_braces() -> None:
+def test_boxes_may_contain_nested_braces() -> None:
     assert last_boxed(r"\boxed{\frac{\sqrt{2}}{\sqrt{3}}} {") == r"\frac{\sqrt{2}}{\sqrt{3}}"
 
 
@@ -82,7 +82,7 @@ def test_a_box_is_read_with_its_nested_braces() -> None:
         "answer: $",
     ],
 )
-def test_a_hundred_thousand_characters_of_anything_take_no_time(piece: str) -> None:
+def test_long_repetitive_texts_are_read_quickly(piece: str) -> None:
     started = time.process_time()
     final_answer((piece * 100_000)[:100_000])
-    assert time.process_time() - started < 2  # 10 ms, and whatever garbage is collected meanwhile
+    assert time.process_time() - started < 2  # about 10 ms, plus garbage collection

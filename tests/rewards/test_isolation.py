@@ -1,4 +1,4 @@
-"""Processes that grade: limits hold, deaths are somebody's, order is kept."""
+"""Checks grading processes: limits hold, a death affects one completion, order is kept."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,10 +20,10 @@ from eepo.rewards.exact import ExactReward
 from eepo.rewards.isolation import PooledReward
 from eepo.types import Prompt, UserError, Verdict
 
-JUDGE = """
+GRADER = """
 import ctypes, os, time
 
-def judge(answer, text):
+def grade(answer, text):
     if text == "spin":
         while True:
             pass
@@ -49,19 +50,20 @@ Pool = Callable[..., PooledReward]
 
 @pytest.fixture
 def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
-    (tmp_path / "my_judge.py").write_text(JUDGE)
+    (tmp_path / "my_grader.py").write_text(GRADER)
     monkeypatch.chdir(tmp_path)
-    made: list[PooledReward] = []
+    pools: list[PooledReward] = []
 
-    def make(**options: float) -> PooledReward:
-        settings = {"num_workers": 2, "cpu_seconds": 0.3, "memory_mb": 256} | options
-        reward = build_reward(RewardConfig(name="my_judge:judge", **settings), CountdownConfig())  # type: ignore[arg-type]
+    def build(**options: float) -> PooledReward:
+        settings: dict[str, Any] = {"num_workers": 2, "cpu_seconds": 0.3, "memory_mb": 256}
+        config = RewardConfig(name="my_grader:grade", **(settings | options))
+        reward = build_reward(config, CountdownConfig())
         assert isinstance(reward, PooledReward)
-        made.append(reward)
+        pools.append(reward)
         return reward
 
-    yield make
-    for reward in made:
+    yield build
+    for reward in pools:
         reward.close()
 
 
@@ -69,46 +71,34 @@ def grade(reward: PooledReward, *texts: str, answer: object = "right") -> list[V
     return reward.grade([Prompt("", "", (), answer)] * len(texts), texts)
 
 
-def test_verdicts_come_in_order_whatever_happens_between(pool: Pool) -> None:
-    texts = [
-        "right",
-        "spin",
-        "wrong",
-        "power",
-        "swell",
-        "crash",
-        "leave",
-        "\ud800",
-        "\x00",
-        "right ",
-    ] * 2
-    verdicts = grade(pool(), *texts)
+def test_verdicts_are_in_order_even_if_processes_die(pool: Pool) -> None:
     reasons = [
-        "",
-        "time-out",
-        "",
-        "time-out",
-        "out of memory",
-        "crashed",
-        "crashed",
-        "",
-        "",
-        "",
+        ("right", ""),
+        ("spin", "time-out"),
+        ("wrong", ""),
+        ("power", "time-out"),
+        ("swell", "out of memory"),
+        ("crash", "crashed"),
+        ("leave", "crashed"),
+        ("\ud800", ""),
+        ("\x00", ""),
+        ("right ", ""),
     ] * 2
-    assert [verdict.reason for verdict in verdicts] == reasons
-    assert [text for text, verdict in zip(texts, verdicts, strict=True) if verdict.reward] == [
-        "right"
-    ] * 2
+    texts = [text for text, _ in reasons]
+    verdicts = grade(pool(), *texts)
+    assert [verdict.reason for verdict in verdicts] == [reason for _, reason in reasons]
+    pairs = zip(texts, verdicts, strict=True)
+    assert [text for text, verdict in pairs if verdict.reward] == ["right"] * 2
 
 
-def test_what_a_function_raises_reaches_the_user_and_the_pool_goes_on(pool: Pool) -> None:
+def test_errors_of_the_function_reach_the_user_and_grading_goes_on(pool: Pool) -> None:
     reward = pool()
-    with pytest.raises(UserError, match=r"my_judge:judge.*KeyError: 'no such thing'"):
+    with pytest.raises(UserError, match=r"my_grader:grade.*KeyError: 'no such thing'"):
         grade(reward, "right", "spin", "fail", "right", "wrong")
     assert [verdict.reward for verdict in grade(reward, "wrong", "right")] == [0.0, 1.0]
 
 
-def test_a_pair_that_occurs_often_is_graded_once(pool: Pool) -> None:
+def test_equal_pairs_are_graded_once(pool: Pool) -> None:
     started = time.monotonic()
     verdicts = grade(pool(num_workers=1, cpu_seconds=1.0), *["spin"] * 50)
     assert {verdict.reason for verdict in verdicts} == {"time-out"}
@@ -120,25 +110,22 @@ def test_a_killed_process_is_replaced(pool: Pool) -> None:
     assert grade(reward, "right")[0].reward == 1.0
     (worker,) = reward._workers
     os.killpg(worker._process.pid, signal.SIGKILL)
-    assert grade(reward, "right")[0].reward in (
-        0.0,
-        1.0,
-    )  # the one in flight may be lost, but is answered
+    # The request in flight may be lost, but it gets a verdict.
+    assert grade(reward, "right")[0].reward in (0.0, 1.0)
     assert grade(reward, "right")[0].reward == 1.0
 
 
-def test_a_killed_idle_child_costs_nobody_a_verdict(pool: Pool) -> None:
-    """Also when it dies with the next request half read: often, as only some moments are bad ones."""
+def test_a_killed_idle_child_changes_no_verdict(pool: Pool) -> None:
+    """The child may die with half of the next request read. Repeat, because timing matters."""
     reward = pool(num_workers=1)
     for _ in range(20):
         child = int(grade(reward, "pid")[0].reward)
         os.kill(child, signal.SIGKILL)
-        assert [
-            verdict.reward for verdict in grade(reward, "right", "wrong" * 30_000, " right")
-        ] == [1.0, 0.0, 0.0]
+        verdicts = grade(reward, "right", "wrong" * 30_000, " right")
+        assert [verdict.reward for verdict in verdicts] == [1.0, 0.0, 0.0]
 
 
-def test_a_function_that_waits_is_ended_by_the_clock(
+def test_a_sleeping_function_reaches_the_wall_clock_limit(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("eepo.rewards.isolation.BLOCKED_SECONDS", 0.0)
@@ -149,14 +136,13 @@ def test_a_function_that_waits_is_ended_by_the_clock(
     ]
 
 
-def test_threads_may_share_a_pool(pool: Pool) -> None:
+def test_threads_can_share_a_pool(pool: Pool) -> None:
     reward = pool()
     results: dict[int, list[float]] = {}
 
     def work(number: int) -> None:
-        results[number] = [
-            v.reward for v in grade(reward, *(str(n) for n in range(30)), answer=str(number))
-        ]
+        verdicts = grade(reward, *map(str, range(30)), answer=str(number))
+        results[number] = [verdict.reward for verdict in verdicts]
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -166,17 +152,17 @@ def test_threads_may_share_a_pool(pool: Pool) -> None:
     assert results == {number: [float(n == number) for n in range(30)] for number in range(4)}
 
 
-def test_answers_may_be_anything_that_json_holds(pool: Pool) -> None:
+def test_gold_answers_may_be_any_json_value(pool: Pool) -> None:
     assert grade(pool(), "x", answer={"a": [1, None, "\ud800"]})[0].reward == 0.0
 
 
-def test_processes_end_with_their_parent(tmp_path: Path) -> None:
-    (tmp_path / "my_judge.py").write_text(JUDGE)
+def test_grading_processes_end_with_their_parent(tmp_path: Path) -> None:
+    (tmp_path / "my_grader.py").write_text(GRADER)
     code = """
 from eepo.config import RewardConfig
 from eepo.rewards.isolation import PooledReward
 from eepo.types import Prompt
-reward = PooledReward("my_judge:judge", RewardConfig(num_workers=1))
+reward = PooledReward("my_grader:grade", RewardConfig(num_workers=1))
 print(int(reward.grade([Prompt("", "", (), "")], ["pid"])[0].reward), flush=True)
 import os; os._exit(1)
 """
@@ -195,9 +181,7 @@ def _alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    status = Path(
-        f"/proc/{pid}/stat"
-    )  # one that has ended but whose parent has not looked is not alive
+    status = Path(f"/proc/{pid}/stat")  # a zombie is not alive
     return not (status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] == "Z")
 
 
@@ -208,35 +192,32 @@ def _alive(pid: int) -> bool:
             "nothing",
             "must be one of auto, countdown, exact, math, reasoning_gym, or module:function",
         ),
-        ("no_such_module:judge", "no module no_such_module"),
+        ("no_such_module:grade", "no module no_such_module"),
         ("os:", "module:function"),
-        (":judge", "module:function"),
-        ("my judge:x", "no module"),
+        (":grade", "module:function"),
+        ("my grader:x", "no module"),
     ],
 )
-def test_an_unknown_reward_is_refused_in_one_line(name: str, words: str) -> None:
+def test_unknown_rewards_are_refused(name: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         build_reward(RewardConfig(name=name), CountdownConfig())
 
 
-def test_a_function_that_is_not_there_is_said_so(pool: Pool) -> None:
+def test_a_missing_function_is_refused(pool: Pool) -> None:
     pool()
-    with pytest.raises(UserError, match=r"my_judge:no_such.*my_judge.py has no function no_such"):
-        build_reward(RewardConfig(name="my_judge:no_such", num_workers=1), CountdownConfig())
+    with pytest.raises(UserError, match=r"my_grader:no_such.*my_grader.py has no function no_such"):
+        build_reward(RewardConfig(name="my_grader:no_such", num_workers=1), CountdownConfig())
 
 
-def test_a_function_that_another_module_brings_is_looked_for_later(
-    pool: Pool, tmp_path: Path
-) -> None:
+def test_a_function_that_a_star_import_may_provide_is_accepted(pool: Pool, tmp_path: Path) -> None:
     pool()
-    (tmp_path / "forwarding.py").write_text(
-        "from my_judge import *  # caf\u00e9", encoding="latin-1"
-    )
-    assert build_reward(RewardConfig(name="forwarding:judge", num_workers=1), CountdownConfig())
+    source = "from my_grader import *  # caf\u00e9"
+    (tmp_path / "forwarding.py").write_text(source, encoding="latin-1")
+    assert build_reward(RewardConfig(name="forwarding:grade", num_workers=1), CountdownConfig())
 
 
 @pytest.mark.parametrize("name", ["countdown", "reasoning_gym", "auto", "nothing"])
-def test_texts_are_graded_by_what_grades_texts(name: str) -> None:
+def test_text_graders_are_math_exact_and_user_functions(name: str) -> None:
     with pytest.raises(UserError, match=f"--reward {name} must be math, exact or module:function"):
         build_grader(RewardConfig(name=name))
     assert isinstance(build_grader(RewardConfig(name="exact")), ExactReward)
@@ -247,10 +228,8 @@ def test_grading_processes_import_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-def test_a_grading_process_says_nothing_of_its_own(
-    pool: Pool, capfd: pytest.CaptureFixture[str]
-) -> None:
-    reward = PooledReward("eepo.rewards.math:judge", RewardConfig(num_workers=1))
+def test_a_grading_process_prints_nothing(pool: Pool, capfd: pytest.CaptureFixture[str]) -> None:
+    reward = PooledReward("eepo.rewards.math:grade", RewardConfig(num_workers=1))
     reward.grade([Prompt("", "", (), "1")], ["1"])
     reward.close()
     assert capfd.readouterr() == ("", "")

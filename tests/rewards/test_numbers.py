@@ -1,4 +1,4 @@
-"""Numbers are exact."""
+"""Checks that numbers are read exactly and compared by the documented tolerance."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from eepo.rewards.numbers import read_base, read_number
         (r"-3\frac{1}{2}", Fraction(-7, 2)),
     ],
 )
-def test_a_number_has_its_exact_value(text: str, value: Fraction | int) -> None:
+def test_numbers_are_read_exactly(text: str, value: Fraction | int) -> None:
     number = read_number(text)
     assert number is not None
     assert number.value == value
@@ -58,12 +58,12 @@ def test_a_number_has_its_exact_value(text: str, value: Fraction | int) -> None:
         "１",
     ],
 )
-def test_what_is_no_number_is_none(text: str) -> None:
+def test_other_texts_are_not_numbers(text: str) -> None:
     assert read_number(text) is None
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "same"),
+    ("left_text", "right_text", "equal"),
     [
         (".0000672", ".0000673", False),
         ("12345678.5", "12345678.6", False),
@@ -77,12 +77,14 @@ def test_what_is_no_number_is_none(text: str) -> None:
         ("1000000", "1000001", False),
     ],
 )
-def test_tolerance_is_relative_and_never_eats_a_digit(one: str, other: str, same: bool) -> None:
-    left, right = read_number(one), read_number(other)
+def test_tolerance_is_relative_and_keeps_every_digit(
+    left_text: str, right_text: str, equal: bool
+) -> None:
+    left, right = read_number(left_text), read_number(right_text)
     assert left is not None
     assert right is not None
-    assert left.same(right) is same
-    assert right.same(left) is same
+    assert left.equals(right) is equal
+    assert right.equals(left) is equal
 
 
 @given(
@@ -90,20 +92,20 @@ def test_tolerance_is_relative_and_never_eats_a_digit(one: str, other: str, same
         allow_nan=False, allow_infinity=False, places=6, min_value=-(10**9), max_value=10**9
     )
 )
-def test_any_decimal_reads_back(number) -> None:
+def test_every_decimal_is_read_exactly(number) -> None:
     read = read_number(f"{number:f}")
     assert read is not None
     assert read.value == Fraction(number)
 
 
 @given(st.integers(0, 10**9), st.integers(1, 9))
-def test_a_changed_last_digit_is_another_number(number: int, change: int) -> None:
+def test_a_changed_last_digit_is_a_different_number(number: int, change: int) -> None:
     text = f"0.{number:09d}"
     other = text[:-1] + str((int(text[-1]) + change) % 10)
     left, right = read_number(text), read_number(other)
     assert left is not None
     assert right is not None
-    assert not left.same(right)
+    assert not left.equals(right)
 
 
 @pytest.mark.parametrize(
@@ -115,10 +117,10 @@ def test_a_changed_last_digit_is_another_number(number: int, change: int) -> Non
         ("(101)_2", "101", 2),
     ],
 )
-def test_bases(text: str, digits: str, base: int) -> None:
+def test_numbers_in_a_base_are_read(text: str, digits: str, base: int) -> None:
     assert read_base(text) == (digits, base)
 
 
 @pytest.mark.parametrize("text", ["89_8", "x_1", "52", "1_1", "5_99", "a_16", "52_x"])
-def test_what_is_no_number_in_a_base(text: str) -> None:
+def test_other_texts_are_not_numbers_in_a_base(text: str) -> None:
     assert read_base(text) is None

@@ -1,4 +1,4 @@
-"""A tokenizer for any text: one token for each byte, a beginning token as Llama's has, and a chat template."""
+"""Provides a byte-level tokenizer with an optional BOS token and a chat template."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 CHAT = (
-    "{{ bos_token }}{% for message in messages %}<{{ message.role }}>{{ message.content }}<eos>{% endfor %}"
+    "{{ bos_token }}"
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
@@ -18,13 +19,8 @@ CHAT = (
 @pytest.fixture(scope="session")
 def byte_tokenizer() -> Callable[..., Any]:
     def build(*, bos: bool = True, chat: str | None = CHAT) -> Any:
-        words = [
-            "<bos>",
-            "<eos>",
-            "<user>",
-            "<assistant>",
-            *sorted(pre_tokenizers.ByteLevel.alphabet()),
-        ]
+        special = ["<bos>", "<eos>", "<user>", "<assistant>"]
+        words = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
         tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, []))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()

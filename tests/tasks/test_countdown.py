@@ -1,4 +1,4 @@
-"""Problems: repeatable by position, solvable, in their ranges, and never shared between training and evaluation."""
+"""Checks that problems are reproducible, solvable, in range, and held out for evaluation."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from eepo.rewards.countdown import CountdownReward
 from eepo.tasks.countdown import Countdown
 from eepo.types import Prompt, UserError
 
-# So few problems exist that training would meet the evaluation's, were they not held out.
-CROWDED = CountdownConfig(
+# So few problems exist that training would repeat evaluation problems if they were not held out.
+FEW_PROBLEMS = CountdownConfig(
     num_numbers=2,
     max_number=9,
     min_target=1,
@@ -40,28 +40,27 @@ def test_training_prompts_are_a_pure_function_of_position(tokenizer: Any) -> Non
     fresh = Countdown(config, tokenizer)
     fresh.evaluation_sets()
     random.seed(99)
-    assert [fresh.training_prompts(position, 1)[0] for position in reversed(range(12))] == whole[
-        ::-1
-    ]
+    for position in reversed(range(12)):
+        assert fresh.training_prompts(position, 1) == [whole[position]]
 
 
-def test_fresh_problems_have_fresh_ids(tokenizer: Any) -> None:
+def test_new_problems_have_unique_ids(tokenizer: Any) -> None:
     prompts = Countdown(CountdownConfig(num_evaluation=5), tokenizer).training_prompts(0, 50)
     assert len({prompt.id for prompt in prompts}) == 50
     assert len(identities(prompts)) > 45
 
 
-def test_the_seed_moves_every_set(tokenizer: Any) -> None:
-    one, other = (
-        Countdown(replace(CountdownConfig(num_evaluation=10), seed=seed), tokenizer)
-        for seed in (0, 1)
+def test_task_seed_changes_every_set(tokenizer: Any) -> None:
+    first, second = (
+        Countdown(CountdownConfig(num_evaluation=10, seed=seed), tokenizer) for seed in (0, 1)
     )
-    assert identities(one.training_prompts(0, 10)) != identities(other.training_prompts(0, 10))
+    assert identities(first.training_prompts(0, 10)) != identities(second.training_prompts(0, 10))
+    first_sets, second_sets = first.evaluation_sets(), second.evaluation_sets()
     for name in ("in_range", "out_of_range"):
-        assert identities(one.evaluation_sets()[name]) != identities(other.evaluation_sets()[name])
+        assert identities(first_sets[name]) != identities(second_sets[name])
 
 
-def test_a_longer_evaluation_set_begins_with_the_shorter_one(tokenizer: Any) -> None:
+def test_longer_evaluation_sets_start_with_the_shorter_ones(tokenizer: Any) -> None:
     short, long = (
         Countdown(CountdownConfig(num_evaluation=n), tokenizer).evaluation_sets() for n in (5, 9)
     )
@@ -69,17 +68,17 @@ def test_a_longer_evaluation_set_begins_with_the_shorter_one(tokenizer: Any) -> 
 
 
 def test_evaluation_problems_never_occur_in_training_or_demonstrations(tokenizer: Any) -> None:
-    task = Countdown(CROWDED, tokenizer)
+    task = Countdown(FEW_PROBLEMS, tokenizer)
     sets = task.evaluation_sets()
     held_out = identities(sets["in_range"]) | identities(sets["out_of_range"])
-    assert len(held_out) == 24  # none twice either
+    assert len(held_out) == 24  # no duplicates
     assert not held_out & identities(task.training_prompts(0, 400))
     assert not held_out & identities([prompt for prompt, _ in task.demonstrations(0, 400)])
-    finite = Countdown(replace(CROWDED, num_train=60), tokenizer)
+    finite = Countdown(replace(FEW_PROBLEMS, num_train=60), tokenizer)
     assert not held_out & identities(finite.training_prompts(0, 120))
 
 
-def test_targets_and_numbers_stay_in_their_ranges(tokenizer: Any) -> None:
+def test_targets_and_numbers_are_in_range(tokenizer: Any) -> None:
     config = CountdownConfig(num_evaluation=40)
     task = Countdown(config, tokenizer)
     sets = task.evaluation_sets()
@@ -95,7 +94,7 @@ def test_targets_and_numbers_stay_in_their_ranges(tokenizer: Any) -> None:
 
 
 def test_both_ends_of_every_range_are_drawn(tokenizer: Any) -> None:
-    prompts = Countdown(CROWDED, tokenizer).training_prompts(0, 400)
+    prompts = Countdown(FEW_PROBLEMS, tokenizer).training_prompts(0, 400)
     assert {1, 12} <= {prompt.answer["target"] for prompt in prompts}
     assert {1, 9} <= {number for prompt in prompts for number in prompt.answer["numbers"]}
 
@@ -109,13 +108,13 @@ def test_every_demonstration_earns_the_reward(num_numbers: int, tokenizer: Any) 
     assert targets == {True: 100, False: 100}  # a warm start sees both ranges
 
 
-def test_a_demonstration_survives_the_tokenizer(tokenizer: Any) -> None:
+def test_demonstrations_survive_encoding_and_decoding(tokenizer: Any) -> None:
     task = Countdown(CountdownConfig(num_evaluation=5), tokenizer)
     for _, expression in task.demonstrations(0, 50):
         assert tokenizer.decode(tokenizer(expression).input_ids) == expression
 
 
-def test_the_prompt_is_its_template_tokenized(tokenizer: Any) -> None:
+def test_prompts_follow_the_template(tokenizer: Any) -> None:
     task = Countdown(
         CountdownConfig(num_evaluation=5, template="{target} = ({numbers}) :"), tokenizer
     )
@@ -125,15 +124,15 @@ def test_the_prompt_is_its_template_tokenized(tokenizer: Any) -> None:
         assert prompt.token_ids == tuple(tokenizer(prompt.text).input_ids)
 
 
-def test_each_epoch_covers_every_problem_once_in_an_order_of_its_own(tokenizer: Any) -> None:
+def test_each_epoch_has_every_problem_once_in_a_different_order(tokenizer: Any) -> None:
     task = Countdown(CountdownConfig(num_train=15, num_evaluation=5), tokenizer)
     epochs = [task.training_prompts(15 * epoch, 15) for epoch in range(3)]
     texts = [[prompt.text for prompt in epoch] for epoch in epochs]
     assert all(len(set(epoch)) == 15 for epoch in texts)
     assert set(texts[0]) == set(texts[1]) == set(texts[2])
     assert texts[0] != texts[1] != texts[2] != texts[0]
-    assert len({prompt.id for epoch in epochs for prompt in epoch}) == 45  # an id owns its draws
-    assert task.training_prompts(10, 10) == epochs[0][10:] + epochs[1][:5]  # across the border
+    assert len({prompt.id for epoch in epochs for prompt in epoch}) == 45  # ids seed the sampling
+    assert task.training_prompts(10, 10) == epochs[0][10:] + epochs[1][:5]  # across two epochs
 
 
 @pytest.mark.parametrize(
@@ -155,7 +154,7 @@ def test_impossible_ranges_are_refused(
         task.training_prompts(0, 1)
 
 
-def test_the_seed_of_a_run_moves_training_prompts_and_leaves_evaluation_alone(
+def test_run_seed_changes_training_prompts_but_not_evaluation(
     tokenizer: Any,
 ) -> None:
     fresh = [Countdown(CountdownConfig(num_evaluation=5), tokenizer, seed) for seed in (0, 1)]

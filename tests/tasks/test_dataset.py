@@ -1,4 +1,4 @@
-"""A data set as a task: prompts by position, nothing cut, and what the user should know is said."""
+"""Checks the data set task: prompts by position, no truncation, and notes for the user."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from eepo.types import UserError
 
 @pytest.fixture
 def config(tmp_path: Path) -> DatasetConfig:
-    """Ten training problems of growing length; two evaluation sets, one with a problem that is trained on."""
+    """Write ten training problems of growing length and two evaluation sets.
+
+    One evaluation set shares a problem with the training set.
+    """
     train = [
         {"id": f"t{i}", "problem": f"What is {i} + {'1' * i}?", "answer": str(i), "level": i}
         for i in range(1, 11)
@@ -53,13 +56,12 @@ def test_training_prompts_are_a_pure_function_of_position(
     task = build_task(config, plain, 3)
     assert isinstance(task, Dataset)
     whole = task.training_prompts(0, 25)
-    assert [
-        Dataset(config, plain, 3).training_prompts(at, 1)[0] for at in reversed(range(25))
-    ] == whole[::-1]
+    for position in reversed(range(25)):
+        assert Dataset(config, plain, 3).training_prompts(position, 1) == [whole[position]]
     assert task.training_prompts(8, 5) == whole[8:13]
 
 
-def test_each_epoch_holds_every_problem_once_in_an_order_of_its_own(
+def test_each_epoch_has_every_problem_once_in_a_different_order(
     config: DatasetConfig, plain: Any
 ) -> None:
     prompts = Dataset(config, plain).training_prompts(0, 30)
@@ -67,13 +69,13 @@ def test_each_epoch_holds_every_problem_once_in_an_order_of_its_own(
     assert set(texts[0]) == set(texts[1]) == set(texts[2])
     assert len(set(texts[0])) == 10
     assert texts[0] != texts[1] != texts[2] != texts[0]
-    assert len({prompt.id for prompt in prompts}) == 30  # an id owns its draws
+    assert len({prompt.id for prompt in prompts}) == 30  # ids seed the sampling
     other = [prompt.text for prompt in Dataset(config, plain, 1).training_prompts(0, 10)]
     assert other != texts[0]
     assert set(other) == set(texts[0])
 
 
-def test_a_prompt_carries_its_problems_answer(config: DatasetConfig, plain: Any) -> None:
+def test_prompts_have_the_answer_of_their_problem(config: DatasetConfig, plain: Any) -> None:
     for prompt in Dataset(config, plain).training_prompts(0, 10):
         number = prompt.text.split()[2]
         assert prompt.answer == number
@@ -81,7 +83,7 @@ def test_a_prompt_carries_its_problems_answer(config: DatasetConfig, plain: Any)
         assert plain.decode(prompt.token_ids) == prompt.text
 
 
-def test_evaluation_sets_by_benchmark_name_and_file(config: DatasetConfig, plain: Any) -> None:
+def test_evaluation_sets_are_benchmarks_or_files(config: DatasetConfig, plain: Any) -> None:
     sets = Dataset(config, plain).evaluation_sets()
     assert {name: [prompt.id for prompt in prompts] for name, prompts in sets.items()} == {
         "amc23": ["amc23/0"],
@@ -91,19 +93,20 @@ def test_evaluation_sets_by_benchmark_name_and_file(config: DatasetConfig, plain
         Dataset(replace(config, evaluation=("held.jsonl", "held.jsonl")), plain)
 
 
-def test_levels_narrow_training_only(config: DatasetConfig, plain: Any) -> None:
+def test_levels_filter_training_only(config: DatasetConfig, plain: Any) -> None:
     task = Dataset(replace(config, levels=(2, 3)), plain)
     assert {prompt.answer for prompt in task.training_prompts(0, 2)} == {"2", "3"}
     assert len(task.evaluation_sets()["held"]) == 2
 
 
-def test_long_prompts_are_left_out_whole_and_counted(config: DatasetConfig, plain: Any) -> None:
+def test_long_prompts_are_left_out_and_counted(config: DatasetConfig, plain: Any) -> None:
     limit = len("What is 4 + 1111?")
     task = Dataset(replace(config, max_prompt_tokens=limit), plain)
     assert {prompt.answer for prompt in task.training_prompts(0, 4)} == {"1", "2", "3", "4"}
     assert all(len(prompt.token_ids) <= limit for prompt in task.training_prompts(0, 8))
     assert task.notes[0] == (
-        f"training set train: 6 of 10 prompts left out, longer than task.max_prompt_tokens = {limit}"
+        "training set train: 6 of 10 prompts left out, "
+        f"longer than task.max_prompt_tokens = {limit}"
     )
     problems = [Problem("a", "12345", "1"), Problem("b", "123456", "2")]
     prompts, num_left_out = make_prompts(problems, "{problem}", plain, 5)
@@ -111,28 +114,27 @@ def test_long_prompts_are_left_out_whole_and_counted(config: DatasetConfig, plai
     assert num_left_out == 1
 
 
-def test_when_all_prompts_are_too_long_the_run_does_not_begin(
-    config: DatasetConfig, plain: Any
-) -> None:
+def test_a_set_of_too_long_prompts_is_refused(config: DatasetConfig, plain: Any) -> None:
     with pytest.raises(
         UserError, match=r"training set train: all 10 prompts .* task\.max_prompt_tokens = 3"
     ):
         Dataset(replace(config, max_prompt_tokens=3), plain)
 
 
-def test_overlap_is_said_with_ids(config: DatasetConfig, plain: Any) -> None:
+def test_overlap_is_noted_with_ids(config: DatasetConfig, plain: Any) -> None:
     assert Dataset(config, plain).notes == [
-        "evaluation set held: 1 of 2 problems also stand in the training set, in the same words or nearly (held/1)"
+        "evaluation set held: 1 of 2 problems are also in the training set, "
+        "with the same or nearly the same text (held/1)"
     ]
     assert Dataset(replace(config, evaluation=("amc23",)), plain).notes == []
 
 
-def test_an_empty_source_is_refused(plain: Any) -> None:
+def test_an_empty_training_source_is_refused(plain: Any) -> None:
     with pytest.raises(UserError, match=r"task\.train is empty; give a file or a hub data set"):
         Dataset(DatasetConfig(), plain)
 
 
-def test_demonstrations_are_the_solutions(config: DatasetConfig, plain: Any) -> None:
+def test_demonstrations_are_solutions(config: DatasetConfig, plain: Any) -> None:
     with pytest.raises(UserError, match="has no solutions to learn from"):
         Dataset(config, plain).demonstrations(0, 1)
     rows = [
@@ -148,13 +150,12 @@ def test_demonstrations_are_the_solutions(config: DatasetConfig, plain: Any) -> 
     ]
 
 
-def test_a_demonstration_always_ends_in_the_form_that_is_asked_for() -> None:
-    assert as_demonstration(Problem("a", "x", "7", solution=r"It is \fbox{7}")).endswith(
-        "\\boxed{7}."
-    )
+def test_demonstrations_end_with_a_boxed_answer() -> None:
+    problem = Problem("a", "x", "7", solution=r"It is \fbox{7}")
+    assert as_demonstration(problem).endswith("\\boxed{7}.")
 
 
-def test_notes_reach_the_console(config: DatasetConfig, tmp_path: Path) -> None:
+def test_notes_are_printed(config: DatasetConfig, tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=200)
     run = RunConfig(
         model=ModelConfig(device="cpu"), task=config, reward=RewardConfig(name="countdown")
@@ -164,12 +165,12 @@ def test_notes_reach_the_console(config: DatasetConfig, tmp_path: Path) -> None:
     assert "note: evaluation set held: 1 of 2 problems" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_rows_without_an_answer_stop_a_run_or_are_left_out_and_counted(
+def test_rows_without_an_answer_are_refused_or_left_out_and_counted(
     config: DatasetConfig, plain: Any, tmp_path: Path
 ) -> None:
     with (tmp_path / "train.jsonl").open("a") as file:
         file.write(json.dumps({"problem": "What is nothing?", "answer": ""}) + "\n")
-    with pytest.raises(UserError, match=r"train\.jsonl:11: answer holds no answer"):
+    with pytest.raises(UserError, match=r"train\.jsonl:11: answer has no final answer"):
         Dataset(config, plain)
     task = Dataset(replace(config, skip_unanswered=True), plain)
     assert task.num_train == 10

@@ -1,4 +1,4 @@
-"""Reading problems: every format gives the same, and every mistake in the data is one line that says where it is."""
+"""Checks that all formats give the same problems and that errors name the row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from eepo.tasks.problems import Columns, Problem, read_problems, stem
+from eepo.tasks.problems import Columns, Problem, read_problems, short_name
 from eepo.types import UserError
 
 ROWS: list[dict[str, Any]] = [
@@ -23,7 +23,7 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def read_one(folder: Path, **row: Any) -> Problem:
+def read_single(folder: Path, **row: Any) -> Problem:
     (problem,) = read_problems(
         write_lines(folder / "one.jsonl", [{"problem": "Say it.", "answer": "1"} | row])
     )
@@ -33,9 +33,9 @@ def read_one(folder: Path, **row: Any) -> Problem:
 def error_of(source: str, **options: Any) -> str:
     with pytest.raises(UserError) as caught:
         read_problems(source, **options)
-    line = str(caught.value)
-    assert "\n" not in line
-    return line
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
 
 
 # ---- formats
@@ -53,21 +53,20 @@ def test_every_format_gives_the_same_problems(tmp_path: Path) -> None:
     assert read_problems(str(tmp_path / "p.parquet")) == expected
 
 
-def test_a_byte_order_mark_and_blank_lines_do_no_harm(tmp_path: Path) -> None:
+def test_byte_order_mark_and_blank_lines_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
-    path.write_bytes(
-        b"\xef\xbb\xbf" + b"\n\n".join(json.dumps(row).encode() for row in ROWS) + b"\n\n"
-    )
+    lines = [json.dumps(row).encode() for row in ROWS]
+    path.write_bytes(b"\xef\xbb\xbf" + b"\n\n".join(lines) + b"\n\n")
     assert [problem.id for problem in read_problems(str(path))] == ["a", "b"]
 
 
-def test_other_column_names(tmp_path: Path) -> None:
+def test_column_names_can_be_set(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "p.jsonl", [{"question": "Why?", "gold": "because", "grade": 2}])
     (problem,) = read_problems(path, Columns("question", "gold", "grade"))
     assert (problem.text, problem.answer, problem.level) == ("Why?", "because", 2)
 
 
-def test_a_relative_file_is_looked_for_in_the_data_folder_first(
+def test_files_are_looked_for_in_data_dir_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "data").mkdir()
@@ -100,8 +99,8 @@ def test_a_relative_file_is_looked_for_in_the_data_folder_first(
         ([7], "7"),
     ],
 )
-def test_an_answer_alone(cell: Any, answer: str, tmp_path: Path) -> None:
-    problem = read_one(tmp_path, answer=cell)
+def test_answer_cells_without_a_solution(cell: Any, answer: str, tmp_path: Path) -> None:
+    problem = read_single(tmp_path, answer=cell)
     assert (problem.answer, problem.solution) == (answer, None)
 
 
@@ -120,30 +119,30 @@ def test_an_answer_alone(cell: Any, answer: str, tmp_path: Path) -> None:
         ("A pair.\n#### 1,2", "1,2"),
     ],
 )
-def test_the_final_answer_is_taken_from_a_solution_and_the_solution_kept(
+def test_final_answer_is_extracted_from_a_solution(
     solution: str, answer: str, tmp_path: Path
 ) -> None:
-    problem = read_one(tmp_path, answer=solution)
+    problem = read_single(tmp_path, answer=solution)
     assert (problem.answer, problem.solution) == (answer, solution)
 
 
-def test_a_solution_column_is_kept_beside_an_answer(tmp_path: Path) -> None:
-    problem = read_one(tmp_path, answer="4", solution="Two and two.")
+def test_solution_column_is_read(tmp_path: Path) -> None:
+    problem = read_single(tmp_path, answer="4", solution="Two and two.")
     assert (problem.answer, problem.solution) == ("4", "Two and two.")
 
 
 @pytest.mark.parametrize(
     "cell", ["", "  ", None, [], "$ $", r"So \boxed{}.", r"So \boxed{4", "Hm.\n####", [""]]
 )
-def test_an_empty_answer_is_refused(cell: Any, tmp_path: Path) -> None:
+def test_empty_answers_are_refused(cell: Any, tmp_path: Path) -> None:
     path = write_lines(tmp_path / "p.jsonl", [*ROWS, {"problem": "Say it.", "answer": cell}])
-    line = error_of(path)
-    assert line.startswith(f"{path}:3: ")
-    assert "answer" in line
+    message = error_of(path)
+    assert message.startswith(f"{path}:3: ")
+    assert "answer" in message
 
 
 @pytest.mark.parametrize("cell", [True, {"value": 3}, float("nan"), float("inf"), [[None], {}]])
-def test_what_is_no_answer_is_refused(cell: Any, tmp_path: Path) -> None:
+def test_answers_of_other_types_are_refused(cell: Any, tmp_path: Path) -> None:
     assert "p.jsonl:1: answer must be a text, a number" in error_of(
         write_lines(tmp_path / "p.jsonl", [{"problem": "Say it.", "answer": cell}])
     )
@@ -152,32 +151,29 @@ def test_what_is_no_answer_is_refused(cell: Any, tmp_path: Path) -> None:
 # ---- levels and ids
 
 
-def test_levels_are_read_in_their_spellings_and_filter(tmp_path: Path) -> None:
+def test_levels_are_read_in_all_spellings_and_filter(tmp_path: Path) -> None:
     spellings = [3, "3", "Level 3", 3.0, "level 5", "Level ?", None, True]
     rows = [{"problem": "Say it.", "answer": "1", "level": level} for level in spellings]
     path = write_lines(tmp_path / "p.jsonl", rows)
     assert [problem.level for problem in read_problems(path)] == [3, 3, 3, 3, 5, None, None, None]
     assert [problem.level for problem in read_problems(path, levels=(5, 4))] == [5]
-    line = error_of(path, levels=(1, 2))
-    assert "task.levels = [1, 2]" in line
-    assert "3, 5" in line
+    message = error_of(path, levels=(1, 2))
+    assert "task.levels = [1, 2]" in message
+    assert "3, 5" in message
     bare = write_lines(tmp_path / "bare.jsonl", [{"problem": "Say it.", "answer": "1"}])
     assert "none in column 'level'" in error_of(bare, levels=(1,))
 
 
-def test_rows_without_an_id_are_called_by_their_place_and_numbers_by_their_set(
-    tmp_path: Path,
-) -> None:
-    rows = [
-        {"problem": "Say it.", "answer": "1", "id": own} for own in ("own/1", 7, "8", None, "", [1])
-    ]
+def test_missing_and_numeric_ids_are_prefixed_with_the_set_name(tmp_path: Path) -> None:
+    row_ids = ("own/1", 7, "8", None, "", [1])
+    rows = [{"problem": "Say it.", "answer": "1", "id": row_id} for row_id in row_ids]
     ids = [problem.id for problem in read_problems(write_lines(tmp_path / "set.jsonl", rows))]
     assert ids == ["own/1", "set/7", "set/8", "set/3", "set/4", "set/5"]
 
 
-def test_an_id_that_comes_twice_is_refused_with_both_places(tmp_path: Path) -> None:
+def test_duplicate_ids_are_refused_with_both_locations(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "p.jsonl", [*ROWS, ROWS[0]])
-    assert error_of(path) == f"{path}:3: id 'a' is also that of {path}:1; ids must be unique"
+    assert error_of(path) == f"{path}:3: id 'a' is already used at {path}:1; ids must be unique"
 
 
 @pytest.mark.parametrize(
@@ -191,63 +187,67 @@ def test_an_id_that_comes_twice_is_refused_with_both_places(tmp_path: Path) -> N
         ("acme/maths:hard/train.parquet", "maths"),
     ],
 )
-def test_the_short_name_of_a_source(source: str, name: str) -> None:
-    assert stem(source) == name
+def test_short_names_of_sources(source: str, name: str) -> None:
+    assert short_name(source) == name
 
 
 # ---- mistakes in files
 
 
 @pytest.mark.parametrize(
-    ("third", "told"),
+    ("third_line", "expected"),
     [
         (b'{"problem": "x", "answer": ', "not JSON at character"),
         (b'{"problem": "x", "answer": "\xff"}', "not UTF-8 at byte 28"),
         (b'{"problem": "x\x00", "answer": "1"}', "not JSON at character 14"),
-        (b'{"problem": "x\\u0000", "answer": "1"}', "a NUL or half a character"),
-        (b'{"problem": "x", "answer": "\\ud800"}', "a NUL or half a character"),
-        (b'{"problem": "x", "answer": "1", "solution": "\\udc00"}', "a NUL or half a character"),
+        (b'{"problem": "x\\u0000", "answer": "1"}', "a NUL character or a lone surrogate"),
+        (b'{"problem": "x", "answer": "\\ud800"}', "a NUL character or a lone surrogate"),
+        (
+            b'{"problem": "x", "answer": "1", "solution": "\\udc00"}',
+            "a NUL character or a lone surrogate",
+        ),
         (b'["x", "1"]', "a row must be an object with columns, got a list"),
         (b"17", "got a number"),
         (b"[" * 100_000, "not JSON"),
         (b'{"problem": "x", "answer": ' + b"1" * 5000 + b"}", "not JSON that can be read"),
         (
             b'{"text": "x", "answer": "1"}',
-            "no column 'problem' (task.problem_column); there are text, answer",
+            "no column 'problem' (task.problem_column); columns: text, answer",
         ),
         (
             b'{"problem": "x", "gold": "1"}',
-            "no column 'answer' (task.answer_column); there are problem, gold",
+            "no column 'answer' (task.answer_column); columns: problem, gold",
         ),
-        (b"{}", "there are none"),
-        (b'{"problem": " ", "answer": "1"}', "problem must be a text that is not empty"),
-        (b'{"problem": null, "answer": "1"}', "problem must be a text that is not empty, got None"),
+        (b"{}", "columns: none"),
+        (b'{"problem": " ", "answer": "1"}', "problem must be a non-empty text"),
+        (b'{"problem": null, "answer": "1"}', "problem must be a non-empty text, got None"),
     ],
 )
-def test_a_bad_line_is_named_with_file_and_number(third: bytes, told: str, tmp_path: Path) -> None:
+def test_errors_name_file_and_line(third_line: bytes, expected: str, tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
-    path.write_bytes(b"".join(json.dumps(row).encode() + b"\n" for row in ROWS) + third + b"\n")
-    line = error_of(str(path))
-    assert line.startswith(f"{path}:3: ")
-    assert told in line
-    assert len(line) < 300 + len(str(path))
+    lines = [*(json.dumps(row).encode() for row in ROWS), third_line]
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
+    message = error_of(str(path))
+    assert message.startswith(f"{path}:3: ")
+    assert expected in message
+    assert len(message) < 300 + len(str(path))
 
 
-def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eepo.tasks.files.MAX_LINE_BYTES", 100)
+def test_too_long_lines_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eepo.runs.jsonl.MAX_LINE_BYTES", 100)
     path = tmp_path / "p.jsonl"
     path.write_text(json.dumps({"problem": "x" * 200, "answer": "1"}))
     assert error_of(str(path)) == f"{path}:1: the line is longer than 100 bytes"
 
 
 @pytest.mark.parametrize("text", ["", "\n\n"])
-def test_an_empty_file_is_refused(text: str, tmp_path: Path) -> None:
+def test_empty_files_are_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text(text)
     assert error_of(str(path)) == f"{path}: the data set is empty"
 
 
-def test_an_empty_file_and_one_without_a_level_are_named_with_their_folder(tmp_path: Path) -> None:
+def test_errors_about_a_whole_file_name_its_folder(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text("")
     with pytest.raises(UserError) as caught:
         read_problems("p.jsonl", data_dir=str(tmp_path))
@@ -258,48 +258,47 @@ def test_an_empty_file_and_one_without_a_level_are_named_with_their_folder(tmp_p
     assert str(caught.value).startswith(f"{tmp_path / 'p.jsonl'}: no problem of task.levels = [5]")
 
 
-def test_a_json_file_must_be_a_list_of_objects(tmp_path: Path) -> None:
+def test_json_files_must_be_a_list_of_objects(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     path.write_text(json.dumps({"rows": ROWS}))
-    assert (
-        error_of(str(path)) == f"{path}: a .json file must hold one list of objects, got an object"
-    )
+    message = f"{path}: a .json file must be one list of objects, got an object"
+    assert error_of(str(path)) == message
     path.write_text(json.dumps([*ROWS, "x"]))
-    assert error_of(str(path)) == f"{path}: row 2: a row must be an object with columns, got a text"
+    message = f"{path}: row 2: a row must be an object with columns, got a string"
+    assert error_of(str(path)) == message
     path.write_text("[]")
     assert error_of(str(path)) == f"{path}: the data set is empty"
 
 
-def test_parquet_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_parquet_files_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
     path = tmp_path / "p.parquet"
     path.write_bytes(b"PAR1 and then nothing of the kind")
     assert "not a readable parquet file" in error_of(str(path))
-    parquet.write_table(
-        sys.modules["pyarrow"].Table.from_pylist([{"question": "x", "answer": "1"}]), path
-    )
-    assert "no column 'problem' (task.problem_column); there are question, answer" in error_of(
-        str(path)
-    )
+    table = sys.modules["pyarrow"].Table.from_pylist([{"question": "x", "answer": "1"}])
+    parquet.write_table(table, path)
+    message = "no column 'problem' (task.problem_column); columns: question, answer"
+    assert message in error_of(str(path))
     broken = bytearray(path.read_bytes())
-    broken[4:40] = b"\xff" * 36  # the pages, not the description at the end
+    broken[4:40] = b"\xff" * 36  # the data pages, not the footer
     path.write_bytes(broken)
     assert "not a readable parquet file" in error_of(str(path), columns=Columns("question"))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert 'pip install "eepo[data]"' in error_of(str(path))
 
 
-def test_a_source_that_is_neither_file_nor_name(tmp_path: Path) -> None:
-    assert "no such file" in error_of("nowhere/p.jsonl", data_dir=str(tmp_path))
-    assert str(tmp_path / "nowhere" / "p.jsonl") in error_of(
-        "nowhere/p.jsonl", data_dir=str(tmp_path)
-    )
+def test_sources_that_are_neither_file_nor_hub_name_are_refused(tmp_path: Path) -> None:
+    message = error_of("nowhere/p.jsonl", data_dir=str(tmp_path))
+    assert "no such file" in message
+    assert str(tmp_path / "nowhere" / "p.jsonl") in message
     assert "'maths' is neither" in error_of("maths")
     (tmp_path / "p.csv").write_text("problem,answer\n")
-    assert ".jsonl, .json, .parquet files, got '.csv'" in error_of(str(tmp_path / "p.csv"))
+    assert "must be one of .jsonl, .json, .parquet, got '.csv'" in error_of(str(tmp_path / "p.csv"))
 
 
-# ---- the hub: a folder owner/name here is loaded by the same call
+# ---- the hub: load_dataset also reads a local folder owner/name
 
 
 @pytest.fixture
@@ -321,7 +320,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_a_hub_data_set_its_splits_and_its_files(hub: Path) -> None:
+def test_hub_data_sets_are_read_by_split_and_by_file(hub: Path) -> None:
     columns = Columns("question", "final_answer")
     assert read_problems("acme/sums:train.jsonl", columns) == [Problem("sums/7", "1+1?", "2")]
     assert read_problems("acme/sums", columns, split="test") == [
@@ -332,9 +331,10 @@ def test_a_hub_data_set_its_splits_and_its_files(hub: Path) -> None:
     ]
 
 
-def test_mistakes_with_the_hub_are_one_line(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_errors_are_one_line(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert error_of("acme/sums", split="test") == (
-        "hub data set acme/sums: no column 'problem' (task.problem_column); there are question, final_answer, id"
+        "hub data set acme/sums: no column 'problem' (task.problem_column); "
+        "columns: question, final_answer, id"
     )
     assert "hub data set acme/sums, split 'dev': " in error_of("acme/sums", split="dev")
     assert "hub data set acme/sums:easy, split 'train': " in error_of("acme/sums:easy")

@@ -1,4 +1,4 @@
-"""reasoning-gym as a task: pure, endless, and never asking in training what evaluation asks."""
+"""Checks that reasoning-gym problems are reproducible, endless and held out for evaluation."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ pytest.importorskip("reasoning_gym")
 
 from eepo.config import ReasoningGymConfig
 from eepo.tasks import build_task
-from eepo.tasks.reasoning_gym import CHUNK, MAX_DRAWS, ReasoningGym, _entry
+from eepo.tasks.reasoning_gym import CHUNK_SIZE, MAX_DRAWS, ReasoningGym, _entry
 from eepo.types import UserError
 
 
 @pytest.fixture
 def task(byte_tokenizer: Callable[..., Any]) -> Callable[..., ReasoningGym]:
     def build(order_seed: int = 0, **knobs: Any) -> ReasoningGym:
-        return ReasoningGym(
-            ReasoningGymConfig(**({"num_evaluation": 5} | knobs)), byte_tokenizer(), order_seed
-        )
+        config = ReasoningGymConfig(**({"num_evaluation": 5} | knobs))
+        return ReasoningGym(config, byte_tokenizer(), order_seed)
 
     return build
 
@@ -30,11 +29,11 @@ def questions(prompts: list[Any]) -> list[str]:
     return [prompt.answer["entry"]["question"] for prompt in prompts]
 
 
-def test_the_registry_builds_it(byte_tokenizer: Callable[..., Any]) -> None:
+def test_build_task_builds_it(byte_tokenizer: Callable[..., Any]) -> None:
     assert isinstance(build_task(ReasoningGymConfig(), byte_tokenizer(), 0), ReasoningGym)
 
 
-def test_a_prompt_holds_its_question_and_all_that_its_scorer_needs(
+def test_prompts_have_the_question_and_the_scorers_input(
     task: Callable[..., ReasoningGym],
 ) -> None:
     prompt = task(dataset="chain_sum").training_prompts(0, 1)[0]
@@ -46,61 +45,61 @@ def test_a_prompt_holds_its_question_and_all_that_its_scorer_needs(
     assert json.loads(json.dumps(prompt.answer)) == prompt.answer
 
 
-def test_training_is_a_pure_function_of_position_across_chunks(
+def test_training_prompts_are_a_pure_function_of_position_across_chunks(
     task: Callable[..., ReasoningGym],
 ) -> None:
-    whole = task().training_prompts(CHUNK - 3, 6)
-    parts = [
-        task().training_prompts(position, 1)[0]
-        for position in reversed(range(CHUNK - 3, CHUNK + 3))
-    ]
+    positions = range(CHUNK_SIZE - 3, CHUNK_SIZE + 3)
+    whole = task().training_prompts(positions.start, 6)
+    parts = [task().training_prompts(position, 1)[0] for position in reversed(positions)]
     assert whole == parts[::-1]
     assert len({prompt.id for prompt in whole}) == len(set(questions(whole))) == 6
 
 
-def test_seeds_move_training_and_only_the_tasks_own_moves_evaluation(
+def test_run_seed_changes_training_and_task_seed_changes_evaluation(
     task: Callable[..., ReasoningGym],
 ) -> None:
-    first, second, moved = task(0), task(1), task(0, seed=1)
-    assert set(questions(first.training_prompts(0, 5))).isdisjoint(
-        questions(second.training_prompts(0, 5))
+    first, second, other_task_seed = task(0), task(1), task(0, seed=1)
+    first_questions, second_questions = (
+        set(questions(one_run.training_prompts(0, 5))) for one_run in (first, second)
     )
-    assert first.evaluation_sets() == second.evaluation_sets()
-    assert questions(first.evaluation_sets()["chain_sum"]) != questions(
-        moved.evaluation_sets()["chain_sum"]
-    )
+    assert first_questions.isdisjoint(second_questions)
+    evaluation = first.evaluation_sets()
+    assert evaluation == second.evaluation_sets()
+    other_evaluation = other_task_seed.evaluation_sets()
+    assert questions(evaluation["chain_sum"]) != questions(other_evaluation["chain_sum"])
 
 
-def test_evaluation_is_never_asked_in_training_even_where_problems_are_few(
+def test_evaluation_problems_never_occur_in_training_even_if_problems_are_few(
     task: Callable[..., ReasoningGym],
 ) -> None:
-    """lcm's numbers are small: 300 of its problems and 500 of them share some."""
+    """lcm has small numbers, so 300 and 500 of its problems have some in common."""
     few = task(dataset="lcm", num_evaluation=300)
     held_out = questions(few.evaluation_sets()["lcm"])
     assert len(set(held_out)) == 300
-    unfiltered = [few._draw("train/0", position, set())["question"] for position in range(CHUNK)]
-    assert set(unfiltered) & set(held_out), "the test must meet a problem that has to be replaced"
-    assert set(questions(few.training_prompts(0, CHUNK))).isdisjoint(held_out)
+    unfiltered = [
+        few._draw("train/0", position, set())["question"] for position in range(CHUNK_SIZE)
+    ]
+    assert set(unfiltered) & set(held_out), "the test needs a problem to replace"
+    assert set(questions(few.training_prompts(0, CHUNK_SIZE))).isdisjoint(held_out)
 
 
-def test_answers_that_nobody_could_give_are_left_out(task: Callable[..., ReasoningGym]) -> None:
-    """ab: now and then all tokens cancel, and the gold answer is empty."""
+def test_problems_with_empty_answers_are_replaced(task: Callable[..., ReasoningGym]) -> None:
+    """In ab all tokens may cancel, which leaves an empty gold answer."""
     many = task(dataset="ab")
-    raw = [many._draw("train/0", position, set()) for position in range(CHUNK)]
+    raw = [many._draw("train/0", position, set()) for position in range(CHUNK_SIZE)]
     assert all(entry["answer"].strip() for entry in raw)
 
 
-def test_too_few_problems_are_said(task: Callable[..., ReasoningGym]) -> None:
-    """As if evaluation held every problem that there is."""
+def test_too_few_problems_are_an_error(task: Callable[..., ReasoningGym]) -> None:
+    """Exclude every problem that the position can have."""
     small = task(dataset="gcd", num_evaluation=3)
-    all_of_them = {_entry("gcd", "0/evaluation/0", 0)["question"]}
-    all_of_them |= {
+    excluded = {_entry("gcd", "0/evaluation/0", 0)["question"]}
+    excluded |= {
         _entry("gcd", "0/evaluation/substitutes/0", index)["question"] for index in range(MAX_DRAWS)
     }
-    with pytest.raises(
-        UserError, match=r'"gcd" has too few different problems for task.num_evaluation = 3; ask'
-    ):
-        small._draw("evaluation", 0, all_of_them)
+    message = '"gcd" has too few different problems for task.num_evaluation = 3; lower'
+    with pytest.raises(UserError, match=message):
+        small._draw("evaluation", 0, excluded)
 
 
 def test_fractions_in_an_entry_become_text(task: Callable[..., ReasoningGym]) -> None:
@@ -108,7 +107,7 @@ def test_fractions_in_an_entry_become_text(task: Callable[..., ReasoningGym]) ->
         assert json.loads(json.dumps(prompt.answer)) == prompt.answer
 
 
-def test_demonstrations_give_the_answer_in_a_box(task: Callable[..., ReasoningGym]) -> None:
+def test_demonstrations_are_boxed_answers(task: Callable[..., ReasoningGym]) -> None:
     prompt, text = task().demonstrations(3, 1)[0]
     assert text == f"\\boxed{{{prompt.answer['entry']['answer']}}}"
 
@@ -116,7 +115,6 @@ def test_demonstrations_give_the_answer_in_a_box(task: Callable[..., ReasoningGy
 def test_refused_data_sets_are_refused_when_the_task_is_built(
     task: Callable[..., ReasoningGym],
 ) -> None:
-    with pytest.raises(
-        UserError, match='"puzzle24" of reasoning-gym is refused: its scorer can evaluate'
-    ):
+    message = '"puzzle24" of reasoning-gym is refused: its scorer can evaluate'
+    with pytest.raises(UserError, match=message):
         task(dataset="puzzle24")

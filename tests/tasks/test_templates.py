@@ -1,4 +1,4 @@
-"""What the model is shown: the whole problem, once, with the special tokens of its kind and no others."""
+"""Checks that prompts contain the problem once and the right special tokens."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from eepo.types import UserError
 TRICKY = r"Let $S = \{x_{1}, x_{2}\}$; {problem} is {0} and {name}. Ünïcode → 漢"
 
 
-def test_the_boxed_template_is_plain_text_with_the_problem_and_the_instruction(
+def test_boxed_template_is_plain_text_with_problem_and_instruction(
     byte_tokenizer: Callable[..., Any],
 ) -> None:
     tokenizer = byte_tokenizer(bos=False)
     text, token_ids = render(TRICKY, "boxed", tokenizer)
     assert text.count(TRICKY) == 1
     assert text.count("\\boxed{}") == 1
-    assert not text.endswith(" ")  # a base model's next token brings its own
+    assert not text.endswith(" ")  # the next token of a base model starts with a space
     assert tokenizer.decode(token_ids) == text
     assert not set(token_ids) & set(tokenizer.all_special_ids)
 
 
-def test_a_tokenizer_that_begins_sequences_does_so_once(byte_tokenizer: Callable[..., Any]) -> None:
+def test_prompts_have_exactly_one_bos_token(byte_tokenizer: Callable[..., Any]) -> None:
     tokenizer = byte_tokenizer()
     for template in ("boxed", "chat", "Q: {problem} A:", "<bos>Q: {problem} A:"):
         _, token_ids = render("What is 1+1?", template, tokenizer)
@@ -33,7 +33,7 @@ def test_a_tokenizer_that_begins_sequences_does_so_once(byte_tokenizer: Callable
         assert token_ids.count(tokenizer.bos_token_id) == 1
 
 
-def test_the_chat_template_is_the_models_own(byte_tokenizer: Callable[..., Any]) -> None:
+def test_chat_template_of_the_model_is_used(byte_tokenizer: Callable[..., Any]) -> None:
     tokenizer = byte_tokenizer()
     text, token_ids = render(TRICKY, "chat", tokenizer)
     assert text == f"<bos><user>{TRICKY}\n\n{INSTRUCTION}<eos><assistant>"
@@ -41,12 +41,14 @@ def test_the_chat_template_is_the_models_own(byte_tokenizer: Callable[..., Any])
     assert tokenizer.decode(token_ids) == text
 
 
-def test_a_model_without_a_chat_template_is_refused(byte_tokenizer: Callable[..., Any]) -> None:
+def test_chat_without_a_chat_template_is_refused(byte_tokenizer: Callable[..., Any]) -> None:
     with pytest.raises(UserError, match=r'task\.template = "chat".*no chat template; use "boxed"'):
         render("x", "chat", byte_tokenizer(chat=None))
 
 
-def test_in_the_users_text_only_the_problem_is_replaced(byte_tokenizer: Callable[..., Any]) -> None:
+def test_only_the_problem_is_replaced_in_a_users_template(
+    byte_tokenizer: Callable[..., Any],
+) -> None:
     template = r"{problem}|{answer}|{}|\boxed{...}|{{x}}"
     text, _ = render(TRICKY, template, byte_tokenizer())
     assert text == TRICKY + r"|{answer}|{}|\boxed{...}|{{x}}"

@@ -13,7 +13,7 @@ from eepo import recipe
 from eepo.config import check_template
 from eepo.tasks.benchmarks import BENCHMARKS, load_benchmark
 from eepo.tasks.dataset import make_prompts
-from eepo.tasks.problems import SUFFIXES, Problem, read_problems, stem
+from eepo.tasks.problems import SUFFIXES, Problem, read_problems, short_name
 from eepo.types import Prompt, UserError
 
 
@@ -43,7 +43,7 @@ def load_problems(sources: Sequence[str], data_dir: str, limit: int) -> dict[str
     sets: dict[str, list[Problem]] = {}
     for source in sources:
         is_file = source not in BENCHMARKS and Path(source).suffix in SUFFIXES
-        name = stem(source) if is_file else source
+        name = short_name(source) if is_file else source
         if name in sets:
             raise UserError(f"--benchmarks names {name} twice")
         if is_file:

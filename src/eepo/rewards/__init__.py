@@ -1,6 +1,6 @@
-"""Graders. One file a reward; a recipe's `reward.name` is looked up here.
+"""Looks up the grader that `reward.name` in a recipe selects. Each grader has its own file.
 
-Nothing heavy is imported here: a grading process imports this package, and must start quickly.
+Keep the imports here light: every grading process imports this package and must start quickly.
 """
 
 from __future__ import annotations
@@ -21,58 +21,65 @@ from eepo.types import UserError
 if TYPE_CHECKING:
     from eepo.protocols import Reward
 
-OF_TASK = {
+# task name → the reward that "auto" selects
+DEFAULT_REWARDS = {
     "countdown": "countdown",
     "sums": "exact",
     "dataset": "math",
     "reasoning_gym": "reasoning_gym",
 }
-OWN: dict[str, type[Reward]] = {
-    "countdown": CountdownReward,
-    "exact": ExactReward,
-}  # cheap and bounded by themselves
-OF_TEXTS = ("math", "exact")
-POOLED = {"math": "eepo.rewards.math:judge", "reasoning_gym": "eepo.rewards.reasoning_gym:judge"}
+# Cheap on any input, so they run in the trainer's process.
+IN_PROCESS: dict[str, type[Reward]] = {"countdown": CountdownReward, "exact": ExactReward}
+# reward name → the function that the grading processes call
+POOLED = {"math": "eepo.rewards.math:grade", "reasoning_gym": "eepo.rewards.reasoning_gym:grade"}
+# Rewards whose gold answer is plain text.
+TEXT_REWARDS = ("math", "exact")
 
 
 def build_reward(config: RewardConfig, task: TaskConfig) -> Reward:
-    """The grader that `config` names; "auto" is the task's own, `module:function` the user's."""
-    name = OF_TASK[task.name] if config.name == "auto" else config.name
-    if name in OWN:
-        return OWN[name]()
-    judge = POOLED.get(name, name)
-    if judge == name:
-        _check_function(name)
-    return PooledReward(judge, config)
+    """Build the grader that `config` names: a built-in one, or a user's `module:function`.
+
+    "auto" selects the default grader of the task.
+    """
+    name = DEFAULT_REWARDS[task.name] if config.name == "auto" else config.name
+    if name in IN_PROCESS:
+        return IN_PROCESS[name]()
+    if name in POOLED:
+        return PooledReward(POOLED[name], config)
+    _check_user_function(name)
+    return PooledReward(name, config)
 
 
 def build_grader(config: RewardConfig) -> Reward:
-    """Of texts against gold texts, which is what files of completions and benchmarks hold."""
-    if config.name not in OF_TEXTS and ":" not in config.name:
-        raise UserError(f"--reward {config.name} must be {', '.join(OF_TEXTS)} or module:function")
+    """Build a grader for gold answers that are text, as in benchmarks and files of completions."""
+    if config.name not in TEXT_REWARDS and ":" not in config.name:
+        allowed = ", ".join(TEXT_REWARDS)
+        raise UserError(f"--reward {config.name} must be {allowed} or module:function")
     return build_reward(config, DatasetConfig())
 
 
-def _check_function(name: str) -> None:
-    """Found without being run: the user's module is imported in the grading processes only."""
+def _check_user_function(name: str) -> None:
+    """Check that `module:function` exists without running it.
+
+    Only the grading processes import the user's module.
+    """
     module, colon, function = name.partition(":")
     if not (colon and module and function.isidentifier()):
-        names = ", ".join(["auto", *OWN, *POOLED])
+        names = ", ".join(["auto", *IN_PROCESS, *POOLED])
         raise UserError(f'reward.name = "{name}" must be one of {names}, or module:function')
     sys.path.insert(0, os.getcwd())
     try:
-        found = importlib.util.find_spec(module)
+        spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
-        found = None
+        spec = None
     finally:
         sys.path.pop(0)
-    if found is None:
+    if spec is None:
         raise UserError(
-            f'reward.name = "{name}": there is no module {module} here or in the environment'
+            f'reward.name = "{name}": no module {module} in the working directory or environment'
         )
-    source = Path(found.origin or "")
+    source = Path(spec.origin or "")
     text = source.read_text("utf-8", "replace") if source.suffix == ".py" else ""
-    if text and not re.search(
-        rf"\b{function}\b|import \*|__getattr__", text
-    ):  # the last two may bring any name
+    # A star import or __getattr__ may provide any name.
+    if text and not re.search(rf"\b{function}\b|import \*|__getattr__", text):
         raise UserError(f'reward.name = "{name}": {source} has no function {function}')

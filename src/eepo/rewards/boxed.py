@@ -1,18 +1,21 @@
-r"""\boxed{...}: where models are asked to put their answer, and where data sets keep theirs."""
+r"""Extracts \boxed{...}: models are asked to put the answer there, and data sets store it there."""
 
 from __future__ import annotations
 
 import re
 
-MAX_BOXES = 10  # tried from the end, until one is closed
-MAX_ANSWER = 2_000  # characters in a box; nothing longer is an answer
+MAX_BOXES = 10  # boxes tried from the end of the text until a closed one is found
+MAX_ANSWER = 2_000  # characters in a box; longer contents are not an answer
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s{0,5}(?=[{\w\\])")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last \boxed{} or \fbox{} that is closed; `\boxed 5` is a box, too. Takes linear time."""
+    r"""Return the contents of the last closed \boxed{} or \fbox{}, or None.
+
+    `\boxed 5` without braces counts, too. Runs in linear time.
+    """
     for match in list(_BOX.finditer(text))[: -MAX_BOXES - 1 : -1]:
         start = match.end()
         if text[start] != "{":
@@ -24,7 +27,10 @@ def last_boxed(text: str) -> str | None:
 
 
 def _closing_brace(text: str, start: int) -> int | None:
-    r"""Where the brace at `start` is closed, if it is within the longest answer we read. \{ and \} are only signs."""
+    r"""Return the index of the brace that closes the one at `start`, within MAX_ANSWER characters.
+
+    The escaped braces \{ and \} are text and do not nest.
+    """
     depth = 0
     for brace in _BRACE.finditer(text, start, start + MAX_ANSWER + 2):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)

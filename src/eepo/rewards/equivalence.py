@@ -1,7 +1,24 @@
-r"""Whether two answers are the same. Structure and numbers are settled here, exactly; formulas in `formulas.py`.
+r"""Decides whether an answer equals the gold answer.
 
-Why not math-verify alone: it reads `52_8` and `52_9` as one number, `4.5e33` as 4.5·e·33, rounds decimals at an
-absolute place, and eats variables as units. So numbers never reach it, and it parses without its unit rules.
+Rules are tried in a fixed order, and the first rule that applies decides:
+
+| rule | accepts, for example |
+|---|---|
+| same text | any answer with the same normalised LaTeX |
+| choice label | `\textbf{(A)} 5` for A, or for 5 |
+| numbers in a base | `52` for `52_8`, never `52_9` |
+| numbers with units | `15` for `15 \text{ cm}^2`, `0.5` for `50\%` |
+| assignments | `x = 3` for 3, `x \in S` for S, `2/3 \approx 0.67` for 2/3 |
+| unions | intervals in any order |
+| lists and sets | elements in any order, `\pm` as two elements |
+| matrices | the same elements; a column for a tuple |
+| tuples and intervals | the same brackets and elements, in order |
+| words | the same words, without `\text{}` and case |
+| formulas | the same value at random points (`formulas.py`) |
+
+Structure and numbers are compared here, exactly, before anything reaches math-verify. By itself
+math-verify reads `52_8` and `52_9` as one number and `4.5e33` as 4.5·e·33, rounds decimals to an
+absolute precision, and removes variables as units.
 """
 
 from __future__ import annotations
@@ -11,27 +28,41 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
-from eepo.rewards.formulas import Unparsable, has_variables, same_formula, value_of
-from eepo.rewards.latex import ROW, brackets, plain, split, squeeze
-from eepo.rewards.numbers import Number, in_base, read_base, read_number
-from eepo.rewards.units import conflict, split_unit
+from eepo.rewards.formulas import Unparsable, has_variables, numeric_value, same_formula
+from eepo.rewards.latex import (
+    ROW_END,
+    normalise_latex,
+    outer_brackets,
+    remove_spaces,
+    split_top_level,
+)
+from eepo.rewards.numbers import Number, read_base, read_number, value_in_base
+from eepo.rewards.units import split_unit, units_conflict
 
 __all__ = ["Unparsable", "canonical", "same_answer"]
 
-MAX_PARTS = 64  # elements of a list, a tuple or a set
-MAX_DEPTH = 8  # lists in lists
+MAX_ELEMENTS = 64  # of a list, a tuple or a set
+MAX_DEPTH = 8  # of rules that compare parts of an answer
+
+# What a rule returns if it applies and the answers differ.
+DIFFERENT = ""
 
 _COMMA = re.compile(r"[,;]|\\text\{\s*,?\s*(?:and|or)\s*\}|,?\s+(?:and|or)\s+")
+# As _COMMA, but the comma of a thousands separator does not split.
 _LIST_COMMA = re.compile(rf"(?!(?<=\d),\d{{3}}(?!\d))(?:{_COMMA.pattern})")
 _UNION = re.compile(r"∪")
 _EQUALS = re.compile(r"(?<![<>!\\])=(?!=)")
-_ABOUT = re.compile(r"\\approx")
-_MEMBER = re.compile(r"\\in(?![A-Za-z])")
-_RELATION = re.compile(r"[<>]|\\(?:le|ge|lt|gt)(?![A-Za-z])")
-_DOWNWARD = {">": "<", r"\ge": r"\le", r"\gt": r"\lt"}
-_NAME = re.compile(
-    r"[A-Za-z](?:_\w|_\{[^{}]{1,15}\})?(?:\([A-Za-z, ]{1,10}\))?|\\[A-Za-z]+(?:_\w)?(?: ?[A-Z]){0,3}|[A-Z]{2,4}"
-    r"|[a-z]\^\{-1\}\([a-z]\)|\([A-Za-z](?:_\w)?(?:, ?[A-Za-z](?:_\w)?){1,4}\)"
+_APPROX = re.compile(r"\\approx")
+_IN = re.compile(r"\\in(?![A-Za-z])")
+_INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|lt|gt)(?![A-Za-z])")
+_REVERSED_SIGN = {">": "<", r"\ge": r"\le", r"\gt": r"\lt"}
+# What may be on the left of `=`: x, x_1, f(x), \alpha, \angle ABC, AB, f^{-1}(x), (x, y).
+_VARIABLE_NAME = re.compile(
+    r"[A-Za-z](?:_\w|_\{[^{}]{1,15}\})?(?:\([A-Za-z, ]{1,10}\))?"
+    r"|\\[A-Za-z]+(?:_\w)?(?: ?[A-Z]){0,3}"
+    r"|[A-Z]{2,4}"
+    r"|[a-z]\^\{-1\}\([a-z]\)"
+    r"|\([A-Za-z](?:_\w)?(?:, ?[A-Za-z](?:_\w)?){1,4}\)"
 )
 _MATRIX = re.compile(
     r"\\begin\{(?:[pbB]|small)?(?:matrix|array)\}(?:\{[lcr|]+\})?(.*)\\end\{\w+\}", re.DOTALL
@@ -40,173 +71,204 @@ _LABEL = re.compile(r"\\text\{\s*\(?([A-E])\)?[.:]?\s*\}\s*(?=[^\s_^+*/=<>-]|-\d
 
 
 def same_answer(gold: str, answer: str) -> str | None:
-    """How they match, in two or three words; None if they differ."""
-    return _same(plain(gold), plain(answer), 0)
+    """Return which rule accepts the answer, in two or three words; None if it is different."""
+    return _compare(normalise_latex(gold), normalise_latex(answer), 0)
 
 
 def canonical(answer: str) -> str:
-    """A key for counting answers: equal numbers get equal keys, other answers one per spelling."""
-    text, _ = split_unit(plain(answer))
-    number = read_number(text)
-    return str(number.value) if number else squeeze(plain(answer))
+    """Return a key for counting answers.
+
+    Equal numbers have equal keys. Other answers have one key for each spelling.
+    """
+    text = normalise_latex(answer)
+    number = read_number(split_unit(text)[0])
+    return str(number.value) if number else remove_spaces(text)
 
 
-def _same(gold: str, answer: str, depth: int) -> str | None:
-    """The first rule that decides. Each gives a reason, "" (decided: different) or None (not mine)."""
-    if squeeze(gold) == squeeze(answer):
+def _compare(gold: str, answer: str, depth: int) -> str | None:
+    """Apply the rules to normalised texts; return the reason of a match, or None.
+
+    Each rule returns the reason of a match, DIFFERENT, or None if it does not apply.
+    """
+    if remove_spaces(gold) == remove_spaces(answer):
         return "same text"
     if depth > MAX_DEPTH or not answer:
         return None
-    for rule in (
-        _labels,
-        _bases,
-        _quantities,
-        _assignments,
-        _unions,
-        _lists,
-        _matrices,
-        _bracketed,
-        _words,
-    ):
-        decided = rule(gold, answer, depth)
-        if decided is not None:
-            return decided or None
-    return "same expression" if same_formula(_upward(gold), _upward(answer)) else None
+    for rule in _RULES:
+        result = rule(gold, answer, depth)
+        if result is not None:
+            return result or None
+    same = same_formula(_ascending(gold), _ascending(answer))
+    return "same expression" if same else None
 
 
-def _bases(gold: str, answer: str, depth: int) -> str | None:
-    """A base on one side only is the base of both. Two bases must be one: asked for base 8, 42_{10} is no answer."""
-    one, other = read_base(squeeze(gold)), read_base(squeeze(answer))
-    if one is None and other is None:
+def _compare_labels(gold: str, answer: str, depth: int) -> str | None:
+    r"""Compare an answer with a choice label, such as \textbf{(A)} 5.
+
+    The label counts if the gold is a single letter A to E. Otherwise the text after it counts.
+    """
+    label = _LABEL.match(answer)
+    if label is None or _LABEL.match(gold):
         return None
-    digits, base = one or (squeeze(gold), other[1] if other else 10)
-    other_digits, other_base = other or (squeeze(answer), base)
-    value = in_base(digits, base)
-    same = base == other_base and value is not None and value == in_base(other_digits, base)
-    return "same number in its base" if same else ""
+    is_choice = re.fullmatch(r"(?:\\text\{)?\s*\(?([A-E])\)?\s*\}?", gold)
+    part = label[1] if is_choice else answer[label.end() :]
+    return _compare(gold, part, depth + 1) or DIFFERENT
 
 
-def _quantities(gold: str, answer: str, depth: int) -> str | None:
-    """Numbers, with or without units."""
-    if any(sign.search(text) for sign in (_EQUALS, _ABOUT) for text in (gold, answer)):
+def _compare_in_base(gold: str, answer: str, depth: int) -> str | None:
+    """Compare numbers if at least one side states its base.
+
+    A base on one side only holds for both sides. Different bases are different answers, even if
+    the values are equal: `42_{10}` does not answer a problem that asks for base 8.
+    """
+    gold, answer = remove_spaces(gold), remove_spaces(answer)
+    gold_number, answer_number = read_base(gold), read_base(answer)
+    stated = gold_number or answer_number
+    if stated is None:
         return None
-    (one, unit), (other, other_unit) = split_unit(gold), split_unit(answer)
-    if unit is None and other_unit is None:
-        left, right = read_number(one), read_number(other)
-        return None if left is None or right is None else _numbers(left, right)
-    if conflict(unit, other_unit):
-        return ""
-    left, right = read_number(one), read_number(other)
-    if left is None or right is None:
-        return _same(one, other, depth + 1) or ""
-    if (unit == "%") != (other_unit == "%"):
-        share = Number(left.value / 100) if unit == "%" else left
-        other_share = Number(right.value / 100) if other_unit == "%" else right
-        return _numbers(left, right) or _numbers(share, other_share)
-    return _numbers(left, right)
+    base = stated[1]
+    gold_digits, _ = gold_number or (gold, base)
+    answer_digits, answer_base = answer_number or (answer, base)
+    value = value_in_base(gold_digits, base)
+    if base != answer_base or value is None or value != value_in_base(answer_digits, base):
+        return DIFFERENT
+    return "same number in its base"
 
 
-def _numbers(left: Number, right: Number) -> str:
-    return "same number" if left.same(right) else ""
+def _compare_quantities(gold: str, answer: str, depth: int) -> str | None:
+    """Compare numbers with or without units, by the rules of `numbers.py` and `units.py`."""
+    if any(sign.search(text) for sign in (_EQUALS, _APPROX) for text in (gold, answer)):
+        return None
+    (gold, gold_unit), (answer, answer_unit) = split_unit(gold), split_unit(answer)
+    if units_conflict(gold_unit, answer_unit):
+        return DIFFERENT
+    gold_number, answer_number = read_number(gold), read_number(answer)
+    if gold_number is None or answer_number is None:
+        if gold_unit is None and answer_unit is None:
+            return None
+        return _compare(gold, answer, depth + 1) or DIFFERENT
+    same = gold_number.equals(answer_number)
+    if not same and (gold_unit == "%") != (answer_unit == "%"):
+        same = _share(gold_number, gold_unit).equals(_share(answer_number, answer_unit))
+    return "same number" if same else DIFFERENT
 
 
-def _assignments(gold: str, answer: str, depth: int) -> str | None:
-    """`x = 3` is 3, `x \\in S` is S, `2/3 \\approx 0.67` is 2/3, where the other side does not say otherwise."""
-    for sign in (_ABOUT, _MEMBER, _EQUALS):
-        one, other = ([part for part in split(text, sign) if part] for text in (gold, answer))
-        lists = sign is not _MEMBER and (
-            len(split(gold, _COMMA)) > 1 or len(split(answer, _COMMA)) > 1
-        )
-        if [one, other] == [[gold], [answer]] or not one or not other or lists:
+def _share(number: Number, unit: str | None) -> Number:
+    """Return the number, as a share of 1 if it is a percentage."""
+    return Number(number.value / 100) if unit == "%" else number
+
+
+def _compare_assignments(gold: str, answer: str, depth: int) -> str | None:
+    r"""Compare the values of chains such as `x = 3`, `x \in S` and `2/3 \approx 0.67`.
+
+    If both sides have a chain of the same length, they must agree on everything but the value.
+    Otherwise a chain stands for its value: see `_chain_values`.
+    """
+    is_list = any(len(split_top_level(text, _COMMA)) > 1 for text in (gold, answer))
+    for sign in (_APPROX, _IN, _EQUALS):
+        if is_list and sign is not _IN:
             continue
-        if len(one) == len(other) > 1:
-            same_left = all(
-                squeeze(left) == squeeze(right)
-                for left, right in zip(one[:-1], other[:-1], strict=True)
-            )
-            return _same(one[-1], other[-1], depth + 1) or "" if same_left else None
-        golds, answers = _meant(one, sign, depth, named=True), _meant(other, sign, depth)
-        matches = [_same(left, right, depth + 1) for left in golds for right in answers]
-        return next((match for match in matches if match), "")
+        gold_parts, answer_parts = (
+            [part for part in split_top_level(text, sign) if part] for text in (gold, answer)
+        )
+        has_chain = [gold_parts, answer_parts] != [[gold], [answer]]
+        if not has_chain or not gold_parts or not answer_parts:
+            continue
+        if len(gold_parts) == len(answer_parts) > 1:
+            pairs = zip(gold_parts[:-1], answer_parts[:-1], strict=True)
+            if any(remove_spaces(left) != remove_spaces(right) for left, right in pairs):
+                return None
+            return _compare(gold_parts[-1], answer_parts[-1], depth + 1) or DIFFERENT
+        gold_values = _chain_values(gold_parts, sign, depth, is_gold=True)
+        answer_values = _chain_values(answer_parts, sign, depth, is_gold=False)
+        matches = [_compare(g, a, depth + 1) for g in gold_values for a in answer_values]
+        return next((match for match in matches if match), DIFFERENT)
     return None
 
 
-def _meant(parts: list[str], sign: re.Pattern[str], depth: int, named: bool = False) -> list[str]:
-    """What a chain stands for; nothing, if it contradicts itself: 2+2=5 is no way to say 5, nor is 5≈6.
+def _chain_values(parts: list[str], sign: re.Pattern[str], depth: int, is_gold: bool) -> list[str]:
+    """Return the values that a chain stands for; none if the chain contradicts itself.
 
-    Of an answer `x+y=5` we take 5, as it repeats what was asked for; a gold like that (`named`) is an equation.
+    `x = 2 + 3 = 5` stands for 5. `2 + 2 = 5` and `5 ≈ 6` are contradictions.
+    An answer `x + y = 5` stands for 5, because it repeats what the problem asks for. A gold
+    `x + y = 5` is an equation, which 5 does not answer.
     """
-    *before, last = parts
-    others = [part for part in before if not _NAME.fullmatch(part)]
-    if sign is _MEMBER:
-        return [] if others else [last]
-    if sign is _ABOUT:
-        return [*others, last] if all(_rounds_to(part, last) for part in others) else []
-    true = all(
-        (not named and has_variables(part)) or _same(part, last, depth + 1) for part in others
+    *left_parts, last = parts
+    formulas = [part for part in left_parts if not _VARIABLE_NAME.fullmatch(part)]
+    if sign is _IN:
+        return [] if formulas else [last]
+    if sign is _APPROX:
+        return [*formulas, last] if all(_rounds_to(part, last) for part in formulas) else []
+    is_true = all(
+        (not is_gold and has_variables(part)) or _compare(part, last, depth + 1)
+        for part in formulas
     )
-    return [last] if true else []
+    return [last] if is_true else []
 
 
 def _rounds_to(exact: str, rounded: str) -> bool:
-    """0.67 is 2/3 to the places that are written."""
-    number, value = read_number(split_unit(rounded)[0]), _value(exact)
+    """Return whether `rounded` is `exact` to the written digits: 2/3 rounds to 0.67."""
+    number, value = read_number(split_unit(rounded)[0]), _real_value(exact)
     if number is None or value is None:
         return False
-    half = Fraction(1, 2) / Fraction(10) ** (number.places or 0)
-    return abs(value - number.value) <= half * (1 + Fraction(1, 10**9))
+    half_unit = Fraction(1, 2) / Fraction(10) ** (number.decimals or 0)
+    return abs(value - number.value) <= half_unit * (1 + Fraction(1, 10**9))
 
 
-def _value(text: str) -> Fraction | None:
+def _real_value(text: str) -> Fraction | None:
     number = read_number(split_unit(text)[0])
     if number is not None:
         return number.value
-    value: Any = value_of(text)
+    value: Any = numeric_value(text)
     return Fraction(str(value)) if value is not None and value.is_real else None
 
 
-def _lists(gold: str, answer: str, depth: int) -> str | None:
-    """Several answers, in any order. `100,200` may be one number or two: either reading may match."""
-    left, right = list(_readings(gold)), list(_readings(answer))
-    if max(map(len, left)) == max(map(len, right)) == 1:
+def _compare_unions(gold: str, answer: str, depth: int) -> str | None:
+    """Compare unions of intervals in any order.
+
+    An interval may also be written as an inequality: x < -1 or x > 2.
+    """
+    gold_parts, answer_parts = split_top_level(gold, _UNION), split_top_level(answer, _UNION)
+    if len(gold_parts) == 1 and len(answer_parts) == 1:
         return None
-    for one in left:
-        for other in right:
-            if (len(one) > 1 or len(other) > 1) and _match_any_order(one, other, depth):
-                return "same elements"
-            if (
-                len(one) == len(other) == 1
-                and [*one, *other] != [gold, answer]
-                and _same(one[0], other[0], depth + 1)
-            ):
-                return "same number"
-    return _tuple_without_brackets(gold, answer, depth)
-
-
-def _tuple_without_brackets(gold: str, answer: str, depth: int) -> str:
-    """`1, 2` for (1, 2), and the other way round: then order counts."""
-    texts = []
-    for text in (gold, answer):
-        inner = brackets(text)
-        texts.append(inner[1] if inner and inner[0] == "()" else text)
-    if texts == [gold, answer]:
-        return ""
-    return (
-        "same elements"
-        if _match_in_order(split(texts[0], _COMMA), split(texts[1], _COMMA), depth)
-        else ""
+    gold_parts, answer_parts = (
+        split_top_level(text, _COMMA) if len(parts) == 1 and _INEQUALITY.search(text) else parts
+        for text, parts in ((gold, gold_parts), (answer, answer_parts))
     )
+    return "same union" if _equal_in_any_order(gold_parts, answer_parts, depth) else DIFFERENT
 
 
-def _readings(text: str) -> Iterator[list[str]]:
-    r"""Its elements: without the braces of a set, with ± spelled out, with and without thousands separators."""
-    inner = brackets(text)
+def _compare_lists(gold: str, answer: str, depth: int) -> str | None:
+    """Compare lists and sets in any order.
+
+    `100,200` may be one number or two. It matches if either reading does.
+    """
+    gold_readings, answer_readings = list(_list_readings(gold)), list(_list_readings(answer))
+    if max(map(len, gold_readings)) == max(map(len, answer_readings)) == 1:
+        return None
+    for gold_parts in gold_readings:
+        for answer_parts in answer_readings:
+            is_list = len(gold_parts) > 1 or len(answer_parts) > 1
+            if is_list and _equal_in_any_order(gold_parts, answer_parts, depth):
+                return "same elements"
+            is_new_number = not is_list and [*gold_parts, *answer_parts] != [gold, answer]
+            if is_new_number and _compare(gold_parts[0], answer_parts[0], depth + 1):
+                return "same number"
+    return _compare_tuple_with_list(gold, answer, depth)
+
+
+def _list_readings(text: str) -> Iterator[list[str]]:
+    r"""Yield the elements twice: with commas as thousands separators, and as separators only.
+
+    The braces of a set are removed, and ± becomes two elements.
+    """
+    inner = outer_brackets(text)
     if inner and inner[0] == r"\{\}":
         text = inner[1]
     if text.startswith(r"\text{") and text.endswith("}") and "{" not in text[6:-1]:
         text = text[6:-1]
     for comma in (_LIST_COMMA, _COMMA):
-        parts = [part for part in split(text, comma) if part]
+        parts = [part for part in split_top_level(text, comma) if part]
         yield [signed for part in parts for signed in _both_signs(part)] or [text]
 
 
@@ -216,110 +278,119 @@ def _both_signs(part: str) -> list[str]:
     return [part.replace(r"\pm", "+").lstrip("+ "), part.replace(r"\pm", "-")]
 
 
-def _match_in_order(one: list[str], other: list[str], depth: int) -> bool:
-    if len(one) != len(other) or len(one) > MAX_PARTS:
+def _compare_tuple_with_list(gold: str, answer: str, depth: int) -> str:
+    """Compare a tuple with the same elements without brackets: `(1, 2)` and `1, 2`, in order."""
+    texts = []
+    for text in (gold, answer):
+        inner = outer_brackets(text)
+        texts.append(inner[1] if inner and inner[0] == "()" else text)
+    if texts == [gold, answer]:
+        return DIFFERENT
+    gold_parts, answer_parts = (split_top_level(text, _COMMA) for text in texts)
+    return "same elements" if _equal_in_order(gold_parts, answer_parts, depth) else DIFFERENT
+
+
+def _equal_in_order(gold_parts: list[str], answer_parts: list[str], depth: int) -> bool:
+    if len(gold_parts) != len(answer_parts) or len(gold_parts) > MAX_ELEMENTS:
         return False
-    return all(_same_element(left, right, depth) for left, right in zip(one, other, strict=True))
+    pairs = zip(gold_parts, answer_parts, strict=True)
+    return all(_same_element(gold, answer, depth) for gold, answer in pairs)
 
 
-def _same_element(one: str, other: str, depth: int) -> bool:
-    r"""Braces around a whole answer do not count, but a set is another element than what it holds."""
-    sets = [inner is not None and inner[0] == r"\{\}" for inner in (brackets(one), brackets(other))]
-    return sets[0] == sets[1] and bool(_same(one, other, depth + 1))
-
-
-def _match_any_order(one: list[str], other: list[str], depth: int) -> bool:
-    """Every element has a partner of its own."""
-    if len(one) != len(other) or len(one) > MAX_PARTS:
+def _equal_in_any_order(gold_parts: list[str], answer_parts: list[str], depth: int) -> bool:
+    """Return whether the elements can be paired one to one."""
+    if len(gold_parts) != len(answer_parts) or len(gold_parts) > MAX_ELEMENTS:
         return False
-    left = list(other)
-    for element in one:
-        partner = next(
-            (place for place, rival in enumerate(left) if _same_element(element, rival, depth)),
-            None,
-        )
-        if partner is None:
+    unmatched = list(answer_parts)
+    for gold in gold_parts:
+        matches = (i for i, part in enumerate(unmatched) if _same_element(gold, part, depth))
+        index = next(matches, None)
+        if index is None:
             return False
-        del left[partner]
+        del unmatched[index]
     return True
 
 
-def _unions(gold: str, answer: str, depth: int) -> str | None:
-    """Intervals in any order; an interval may be written as an inequality: x < -1 or x > 2."""
-    one, other = split(gold, _UNION), split(answer, _UNION)
-    if len(one) == 1 and len(other) == 1:
-        return None
-    one, other = (
-        split(text, _COMMA) if len(parts) == 1 and _RELATION.search(text) else parts
-        for text, parts in ((gold, one), (answer, other))
-    )
-    return "same union" if _match_any_order(one, other, depth) else ""
+def _same_element(gold: str, answer: str, depth: int) -> bool:
+    r"""Compare elements of lists and tuples. Unlike for whole answers, `\{1\}` is not 1 here."""
+    pairs = outer_brackets(gold), outer_brackets(answer)
+    gold_is_set, answer_is_set = (pair is not None and pair[0] == r"\{\}" for pair in pairs)
+    return gold_is_set == answer_is_set and bool(_compare(gold, answer, depth + 1))
 
 
-def _matrices(gold: str, answer: str, depth: int) -> str | None:
-    """Element by element. A single column or row may be written as a tuple."""
-    one, other = _rows(gold), _rows(answer)
-    if one is None or other is None:
-        inner = brackets(answer if one else gold) if one or other else None
-        vector = _as_vector(one or other or [])
+def _compare_matrices(gold: str, answer: str, depth: int) -> str | None:
+    """Compare matrices element by element. A single column or row may be written as a tuple."""
+    gold_rows, answer_rows = _matrix_rows(gold), _matrix_rows(answer)
+    if gold_rows is None or answer_rows is None:
+        matrix = gold_rows or answer_rows
+        inner = outer_brackets(answer if gold_rows else gold) if matrix else None
+        vector = _as_vector(matrix or [])
         if vector is None or inner is None or inner[0] not in ("()", r"\langle\rangle"):
             return None
-        return "same vector" if _match_in_order(vector, split(inner[1], _COMMA), depth) else ""
-    if len(one) != len(other):
-        return ""
-    return (
-        "same matrix"
-        if all(_match_in_order(*rows, depth) for rows in zip(one, other, strict=True))
-        else ""
-    )
+        same = _equal_in_order(vector, split_top_level(inner[1], _COMMA), depth)
+        return "same vector" if same else DIFFERENT
+    if len(gold_rows) != len(answer_rows):
+        return DIFFERENT
+    row_pairs = zip(gold_rows, answer_rows, strict=True)
+    same = all(_equal_in_order(gold_row, answer_row, depth) for gold_row, answer_row in row_pairs)
+    return "same matrix" if same else DIFFERENT
+
+
+def _matrix_rows(text: str) -> list[list[str]] | None:
+    match = _MATRIX.fullmatch(text.strip())
+    if match is None:
+        return None
+    rows = match[1].strip(" ⏎").split(ROW_END.strip())
+    return [[cell.strip() for cell in row.split("&")] for row in rows]
 
 
 def _as_vector(rows: list[list[str]]) -> list[str] | None:
-    """The cells of a single column or a single row."""
+    """Return the cells of a single row or a single column; None for other matrices."""
     if len(rows) == 1:
         return rows[0]
     return [row[0] for row in rows] if rows and all(len(row) == 1 for row in rows) else None
 
 
-def _rows(text: str) -> list[list[str]] | None:
-    match = _MATRIX.fullmatch(text.strip())
-    if match is None:
+def _compare_bracketed(gold: str, answer: str, depth: int) -> str | None:
+    """Compare tuples and intervals: the same brackets and the same elements, in order. `(5)` is 5.
+
+    An interval may match an inequality, which math-verify decides.
+    """
+    gold_pair, answer_pair = outer_brackets(gold), outer_brackets(answer)
+    if gold_pair is None and answer_pair is None:
         return None
-    return [
-        [cell.strip() for cell in row.split("&")] for row in match[1].strip(" ⏎").split(ROW.strip())
-    ]
+    gold_parts, answer_parts = (
+        split_top_level(pair[1], _COMMA) if pair else [] for pair in (gold_pair, answer_pair)
+    )
+    if len(gold_parts) <= 1 and len(answer_parts) <= 1:
+        gold_inner = gold_pair[1] if gold_pair else gold
+        answer_inner = answer_pair[1] if answer_pair else answer
+        return _compare(gold_inner, answer_inner, depth + 1)
+    if gold_pair and answer_pair:
+        same_brackets = gold_pair[0] == answer_pair[0]
+        same = same_brackets and _equal_in_order(gold_parts, answer_parts, depth)
+        return "same elements" if same else DIFFERENT
+    return None if _INEQUALITY.search(gold) or _INEQUALITY.search(answer) else DIFFERENT
 
 
-def _bracketed(gold: str, answer: str, depth: int) -> str | None:
-    """Tuples and intervals: the same brackets, the same elements, in order. `(5)` is 5."""
-    one, other = brackets(gold), brackets(answer)
-    if one is None and other is None:
-        return None
-    many = [inner is not None and len(split(inner[1], _COMMA)) > 1 for inner in (one, other)]
-    if one and other and any(many):
-        fits = one[0] == other[0] and _match_in_order(
-            split(one[1], _COMMA), split(other[1], _COMMA), depth
-        )
-        return "same elements" if fits else ""
-    if any(many):
-        return None if _RELATION.search(gold) or _RELATION.search(answer) else ""
-    return _same(one[1] if one else gold, other[1] if other else answer, depth + 1)
+def _compare_words(gold: str, answer: str, depth: int) -> str | None:
+    r"""Compare answers in words and letters of a choice, without `\text{}`, brackets and case.
 
-
-def _words(gold: str, answer: str, depth: int) -> str | None:
-    r"""Answers in words, and letters of a choice: \text{} and brackets do not count, nor does the case of words.
-
-    What could as well be a formula (`xyz`) is only settled here if it is the same.
+    Words that could be a formula, such as `xyz`, are decided here only if they are the same.
     """
     if not _is_words(gold) or not _is_words(answer):
         return None
     if _letters(gold) == _letters(answer):
         return "same words"
-    return "" if r"\text" in gold or re.fullmatch(r"[A-Z]{2,}|.*[A-Za-z]{5}.*", gold) else None
+    gold_is_no_formula = r"\text" in gold or re.fullmatch(r"[A-Z]{2,}|.*[A-Za-z]{5}.*", gold)
+    return DIFFERENT if gold_is_no_formula else None
 
 
 def _is_words(text: str) -> bool:
-    r"""In \text{}, or without a digit and any sign of a formula; or the letter of a choice."""
+    r"""Return whether the text is words: in `\text{}`, or without digits and math signs.
+
+    The letter of a choice counts as a word.
+    """
     bare = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
     if r"\text" in text:
         return bool(re.fullmatch(r"[\s().,:;'A-Za-z0-9-]*[A-Za-z][\s().,:;'A-Za-z0-9-]*", bare))
@@ -327,30 +398,36 @@ def _is_words(text: str) -> bool:
 
 
 def _letters(text: str) -> str:
-    """What is said, with the sign and the point of a number."""
-    bare = re.sub(
-        r"\b(?:option|choice|answer)\b", "", text.replace(r"\text", ""), flags=re.IGNORECASE
-    )
+    """Return the letters and digits of a text, with the sign and the point of numbers.
+
+    Case is dropped, except for a single letter.
+    """
+    filler = r"\b(?:option|choice|answer)\b"
+    bare = re.sub(filler, "", text.replace(r"\text", ""), flags=re.IGNORECASE)
     kept = re.sub(r"(?![-.]\d)[^A-Za-z0-9:]", "", bare)
     return kept if len(kept) == 1 else kept.lower()
 
 
-def _labels(gold: str, answer: str, depth: int) -> str | None:
-    r"""\textbf{(A)} 5: the letter answers a gold that is a letter, the rest any other gold."""
-    label = _LABEL.match(answer)
-    if label is None or _LABEL.match(gold):
-        return None
-    choice = re.fullmatch(r"(?:\\text\{)?\s*\(?([A-E])\)?\s*\}?", gold)
-    return _same(gold, label[1] if choice else answer[label.end() :], depth + 1) or ""
-
-
-def _upward(text: str) -> str:
-    """An inequality with its signs turned: 5 > x \\ge -2 is -2 \\le x < 5."""
-    signs = _RELATION.findall(text)
-    if not signs or any(sign not in _DOWNWARD for sign in signs) or "," in text:
+def _ascending(text: str) -> str:
+    r"""Rewrite a descending inequality: 5 > x \ge -2 becomes -2 \le x < 5."""
+    signs = _INEQUALITY.findall(text)
+    if not signs or any(sign not in _REVERSED_SIGN for sign in signs) or "," in text:
         return text
-    parts = _RELATION.split(text)
-    turned = parts[-1]
+    parts = _INEQUALITY.split(text)
+    reversed_text = parts[-1]
     for sign, part in zip(reversed(signs), reversed(parts[:-1]), strict=True):
-        turned += f" {_DOWNWARD[sign]} {part}"
-    return turned
+        reversed_text += f" {_REVERSED_SIGN[sign]} {part}"
+    return reversed_text
+
+
+_RULES = (
+    _compare_labels,
+    _compare_in_base,
+    _compare_quantities,
+    _compare_assignments,
+    _compare_unions,
+    _compare_lists,
+    _compare_matrices,
+    _compare_bracketed,
+    _compare_words,
+)

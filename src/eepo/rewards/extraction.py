@@ -1,7 +1,8 @@
-r"""The final answer of a completion: the last \boxed{}, else the last answer that the text states as one.
+r"""Extracts the final answer of a completion: the last \boxed{}, else the last stated answer.
 
-A number that merely stands last is not an answer: counting it would hide whether a model has learned to answer or
-only to format, and would pay for rambling. Only linear scans: a hostile text costs no more than an honest one.
+The last number in a text is not an answer by itself. Counting it would reward rambling, and would
+hide whether a model has learned to solve problems or only to format answers.
+All scans take linear time, so a hostile text costs no more than a normal one.
 """
 
 from __future__ import annotations
@@ -10,22 +11,27 @@ import re
 
 from eepo.rewards.boxed import MAX_ANSWER, last_boxed
 
-MAX_BARE = 100  # characters of a completion that is nothing but its answer
+MAX_BARE = 100  # characters of a completion that consists of the answer alone
 
-_MARK = re.compile(
-    r"####|\banswer\**(?:\s{1,5}(?:is|are)\b(?:\s{1,5}(?:therefore|thus|then|simply)\b)?\s{0,5}:?|\s{0,5}[:=])\s{0,5}\**"
+# "The answer is", "Answer:", "Final answer" on its own line, GSM8K's "####".
+_ANSWER_MARK = re.compile(
+    r"####"
+    r"|\banswer\**"
+    r"(?:\s{1,5}(?:is|are)\b(?:\s{1,5}(?:therefore|thus|then|simply)\b)?\s{0,5}:?|\s{0,5}[:=])"
+    r"\s{0,5}\**"
     r"|\bfinal answer\**[ \t]{0,5}\n\s{0,5}",
     re.IGNORECASE,
 )
-_INSIDE = re.compile(
+# The same words inside of the answer, as in \boxed{\text{The answer is } 5}.
+_ANSWER_PREFIX = re.compile(
     r"(?:\\text\s*\{)?\s*(?:the\s+)?(?:final\s+)?answer\s*(?:is\b|[:=])\s*\}?", re.IGNORECASE
 )
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\*\*|,?\s+(?:since|because|as|so|which|where|when)\b|\n")
-_FRAMES = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
+_MATH_DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 
 
 def final_answer(text: str) -> str | None:
-    """The answer as written, without the frame around it; None where no answer is given."""
+    """Return the answer as written, without delimiters around it; None if there is no answer."""
     answer = last_boxed(text)
     if answer is None:
         answer = _last_stated(text)
@@ -33,40 +39,44 @@ def final_answer(text: str) -> str | None:
         answer = text
     if answer is None or len(answer) > MAX_ANSWER:
         return None
-    return (
-        _INSIDE.sub("", answer.strip(), count=1).strip()
-        if _INSIDE.match(answer.strip())
-        else answer.strip() or None
-    )
+    answer = answer.strip()
+    prefix = _ANSWER_PREFIX.match(answer)
+    return answer[prefix.end() :].strip() if prefix else answer or None
 
 
 def _last_stated(text: str) -> str | None:
-    """After "answer is", "answer:" or "####", or in <answer> tags, whichever comes last."""
+    """Return the answer after the last answer mark or in the last <answer> tag.
+
+    If the text has both, the later one counts.
+    """
     mark = None
-    for mark in _MARK.finditer(text):  # noqa: B007 (only the last one counts)
+    for mark in _ANSWER_MARK.finditer(text):  # noqa: B007 (only the last match is used)
         pass
-    close = text.rfind("</answer>")
-    opened = text.rfind("<answer>", 0, close) if close >= 0 else -1
-    if opened >= 0 and (mark is None or mark.start() < close):
-        return text[opened + len("<answer>") : close]
+    tag_end = text.rfind("</answer>")
+    tag_start = text.rfind("<answer>", 0, tag_end) if tag_end >= 0 else -1
+    if tag_start >= 0 and (mark is None or mark.start() < tag_end):
+        return text[tag_start + len("<answer>") : tag_end]
     if mark is None:
         return None
-    rest = text[mark.end() : mark.end() + MAX_ANSWER].strip()
-    return rest.split("\n")[0] if mark[0] == "####" else _without_prose(rest)
+    stated = text[mark.end() : mark.end() + MAX_ANSWER].strip()
+    return stated.split("\n")[0] if mark[0] == "####" else _without_prose(stated)
 
 
-def _without_prose(rest: str) -> str:
-    """The formula that it begins with, else its first sentence. A frame that holds prose is a sign of money."""
-    for opened, closed in _FRAMES:
-        if rest.startswith(opened) and closed in rest[len(opened) :]:
-            inner = rest[len(opened) : rest.index(closed, len(opened))]
+def _without_prose(stated: str) -> str:
+    """Return the formula at the start of the text, else the first sentence.
+
+    If prose follows a dollar sign, the sign is a currency, not a math delimiter.
+    """
+    for opening, closing in _MATH_DELIMITERS:
+        if stated.startswith(opening) and closing in stated[len(opening) :]:
+            inner = stated[len(opening) : stated.index(closing, len(opening))]
             if inner.strip() and not re.search(r"(?<![\\{A-Za-z])[A-Za-z]{3,} ", inner):
                 return inner
-    return _SENTENCE_END.split(rest, maxsplit=1)[0]
+    return _SENTENCE_END.split(stated, maxsplit=1)[0]
 
 
 def _is_bare(text: str) -> bool:
-    """One line without prose: `42`, `$\\frac{1}{2}$`, `x = 3`."""
+    """Return whether the text is one line without prose: `42`, `$\\frac{1}{2}$`, `x = 3`."""
     stripped = text.strip()
     words = re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", re.sub(r"\\text\s?\{[^{}]*\}", "", stripped))
     return "\n" not in stripped and r"\boxed" not in stripped and len(words) <= 1

@@ -1,7 +1,8 @@
-"""Grading in processes that can be killed: what a model wrote must not be able to stop, slow or swell a run.
+"""Grades in separate processes that can be killed, so that no completion can stop or slow a run.
 
-Time is CPU time, counted by the kernel, so a loaded machine changes no verdict. Items and verdicts travel as JSON
-lines; one worker has one item at a time, so a death is always somebody's.
+The time limit is CPU time, which the kernel counts, so a loaded machine changes no verdict.
+Requests and replies are JSON lines. A worker has one request at a time, so when it dies it is known
+which completion caused it.
 """
 
 from __future__ import annotations
@@ -16,27 +17,26 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from eepo.config import RewardConfig
 from eepo.types import Prompt, UserError, Verdict
 
-MAX_TEXT = (
-    100_000  # characters of a completion that are read, from its end: the answer stands there
-)
+# Characters of a completion that are read, from its end, where the answer is.
+MAX_TEXT = 100_000
 MAX_WORKERS = 8  # by default
-IDLE = 0  # the number of no item: a child that waits for one
-BLOCKED_SECONDS = (
-    60.0  # of wall-clock without an answer, beyond 20 times the CPU limit: it waits for nothing
-)
+NO_REQUEST = 0  # request id of an idle worker; real ids start at 1
+# Wall-clock limit of one completion, in addition to 20 times the CPU limit. It ends functions that
+# wait for something and use no CPU time.
+BLOCKED_SECONDS = 60.0
 
 
 class PooledReward:
-    """A `Reward` whose judge, `module:function` called with (answer, text), runs in the workers."""
+    """Grades with a function `module:function`, called with (gold answer, text), in workers."""
 
-    def __init__(self, judge: str, config: RewardConfig) -> None:
-        self.judge = judge
+    def __init__(self, function: str, config: RewardConfig) -> None:
+        self.function = function
         self.config = config
         self.num_workers = config.num_workers or min(os.cpu_count() or 1, MAX_WORKERS)
         self._workers: list[_Worker] = []
@@ -46,85 +46,93 @@ class PooledReward:
         self,
         prompts: Sequence[Prompt],
         texts: Sequence[str],
-        progress: Callable[[int], None] = lambda done: None,
+        progress: Callable[[int], None] = lambda num_graded: None,
     ) -> list[Verdict]:
-        """In order. A pair that occurs twice is graded once: collapsed policies repeat themselves."""
-        answers = [json.dumps(prompt.answer) for prompt in prompts]
-        pairs = [(answer, text[-MAX_TEXT:]) for answer, text in zip(answers, texts, strict=True)]
+        """Return the verdicts in order.
+
+        Equal pairs are graded once, because collapsed policies repeat themselves.
+        """
+        golds = [json.dumps(prompt.answer) for prompt in prompts]
+        pairs = [(gold, text[-MAX_TEXT:]) for gold, text in zip(golds, texts, strict=True)]
         counts: dict[tuple[str, str], int] = {}
         for pair in pairs:
             counts[pair] = counts.get(pair, 0) + 1
         distinct = list(counts)
         with self._lock:
             try:
-                verdicts = self._run(distinct, lambda place: progress(counts[distinct[place]]))
-            except (
-                BaseException
-            ):  # a worker with an item in flight would answer into the next batch
+                verdicts = self._run(distinct, lambda index: progress(counts[distinct[index]]))
+            except BaseException:
+                # A worker that still has a request would send its reply into the next batch.
                 self.close()
                 raise
-        found = dict(zip(distinct, verdicts, strict=True))
-        return [found[pair] for pair in pairs]
+        by_pair = dict(zip(distinct, verdicts, strict=True))
+        return [by_pair[pair] for pair in pairs]
 
     def close(self) -> None:
+        """End all workers. The next `grade` starts new ones."""
         for worker in self._workers:
             worker.stop()
         self._workers = []
 
-    def _run(self, items: list[tuple[str, str]], done: Callable[[int], None]) -> list[Verdict]:
+    def _run(self, items: list[tuple[str, str]], on_done: Callable[[int], None]) -> list[Verdict]:
         verdicts: list[Verdict | None] = [None] * len(items)
-        waiting = iter(range(len(items)))
+        remaining = iter(range(len(items)))
         while len(self._workers) < min(self.num_workers, len(items)):
-            self._workers.append(_Worker(self.judge, self.config))
-        busy = [worker for worker in self._workers if _hand_out(worker, waiting, items)]
+            self._workers.append(_Worker(self.function, self.config))
+        busy = [worker for worker in self._workers if _send_next(worker, remaining, items)]
         while busy:
             ready = _with_replies(busy)
             for worker in list(busy):
-                verdict = worker.verdict() if worker in ready else worker.blocked()
+                verdict = worker.verdict() if worker in ready else worker.end_if_blocked()
                 if verdict is not None:
-                    verdicts[worker.item] = verdict
-                    done(worker.item)
-                    if not _hand_out(worker, waiting, items):
+                    verdicts[worker.item_index] = verdict
+                    on_done(worker.item_index)
+                    if not _send_next(worker, remaining, items):
                         busy.remove(worker)
         return [verdict for verdict in verdicts if verdict is not None]
 
 
 def _with_replies(workers: list[_Worker]) -> set[_Worker]:
-    """Those with something to read, within a second. A selector of its own: a replaced worker has a new pipe."""
+    """Wait at most a second; return the workers with something to read.
+
+    The selector is new each time, because a restarted worker has a new pipe.
+    """
     with selectors.DefaultSelector() as selector:
         for worker in workers:
             selector.register(worker, selectors.EVENT_READ, worker)
         return {key.data for key, _ in selector.select(timeout=1.0)}
 
 
-def _hand_out(worker: _Worker, waiting: Any, items: list[tuple[str, str]]) -> bool:
-    item = next(waiting, None)
-    if item is not None:
-        worker.send(item, *items[item])
-    return item is not None
+def _send_next(worker: _Worker, remaining: Iterator[int], items: list[tuple[str, str]]) -> bool:
+    """Send the next item to the worker; return False if none is left."""
+    index = next(remaining, None)
+    if index is None:
+        return False
+    worker.send(index, *items[index])
+    return True
 
 
 class _Worker:
-    """The near end of one `worker.py`."""
+    """Controls one process that runs `worker.py`, and restarts it when it is lost."""
 
-    def __init__(self, judge: str, config: RewardConfig) -> None:
-        self.judge = judge
+    def __init__(self, function: str, config: RewardConfig) -> None:
+        self.function = function
         self.config = config
-        self.item = 0  # place in the batch of what it is grading
-        self._serial = 0  # of what it is grading, since its start; 0 is an idle child's
-        self._sent = 0.0
+        self.item_index = 0  # in the batch, of the item that is being graded
+        self._request_id = NO_REQUEST  # counts up over all batches
+        self._sent_at = 0.0
         self._request = b""
         self._start()
 
     def _start(self) -> None:
         limits = [str(self.config.cpu_seconds), str(self.config.memory_mb)]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "eepo.rewards.worker", self.judge, *limits],
+            [sys.executable, "-m", "eepo.rewards.worker", self.function, *limits],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the trainer, which ends its step first
+            start_new_session=True,  # Ctrl-C reaches the trainer only, which ends its step first
         )
-        self._stop = weakref.finalize(self, _end, self._process)
+        self._stop = weakref.finalize(self, _kill, self._process)
         self._buffer = b""
         self._ready = False
 
@@ -132,32 +140,35 @@ class _Worker:
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
 
-    def send(self, item: int, answer: str, text: str) -> None:
-        self.item, self._sent = item, time.monotonic()
-        self._serial += 1
-        self._request = f"[{self._serial}, {answer}, {json.dumps(text)}]\n".encode()
+    def send(self, item_index: int, gold: str, text: str) -> None:
+        """Send a request. `gold` is JSON already."""
+        self.item_index, self._sent_at = item_index, time.monotonic()
+        self._request_id += 1
+        self._request = f"[{self._request_id}, {gold}, {json.dumps(text)}]\n".encode()
         self._write()
 
     def verdict(self) -> Verdict | None:
-        """Of the item sent last; None if what there is to read is about something else: an idle child that died."""
-        reply = self._line()
-        while reply and reply.get("item") != self._serial:
+        """Read the verdict on the last request; return None if it is still to come.
+
+        Other messages may come first: that the process is ready, or that an idle child died.
+        """
+        reply = self._read_reply()
+        while reply and reply.get("request") != self._request_id:
             self._ready = True
-            if (
-                "died" in reply and reply["item"] == IDLE
-            ):  # perhaps with our request half read; answered twice, no harm
+            if "died" in reply and reply["request"] == NO_REQUEST:
+                # It may have read half of the request. A second verdict on it would be skipped.
                 self._write()
             if b"\n" not in self._buffer:
                 return None
-            reply = self._line()
+            reply = self._read_reply()
         if reply is None:
-            return self._lost()
+            return self._restart_after_loss()
         if "error" in reply:
             raise UserError(
-                f'reward.name = "{self.judge}" failed on a completion: {reply["error"]}'
+                f'reward.name = "{self.function}" failed on a completion: {reply["error"]}'
             )
         if "died" in reply:
-            return _unanswered(reply["died"])
+            return _ungraded(reply["died"])
         return Verdict(reply["reward"], reply["answer"], reply["reason"])
 
     def _write(self) -> None:
@@ -166,35 +177,42 @@ class _Worker:
             self._process.stdin.write(self._request)
             self._process.stdin.flush()
         except BrokenPipeError:
-            if self._ready:  # somebody killed the whole process while it was idle
+            # If the process never started, the next read reports that.
+            if self._ready:  # the process was killed while it was idle
                 self.stop()
                 self._start()
                 self._write()
-            # else it did not start: reading from it will tell
 
-    def _lost(self) -> Verdict:
-        """The whole process is gone, not just its child."""
+    def _restart_after_loss(self) -> Verdict:
+        """Restart the process after it ended as a whole, not only its child."""
         if not self._ready:
             raise UserError(
-                f'reward.name = "{self.judge}": its process did not start; its error stands above'
+                f'reward.name = "{self.function}": the grading process did not start; '
+                "its error is printed above"
             )
         self.stop()
         self._start()
-        return _unanswered("crashed")
+        return _ungraded("crashed")
 
-    def blocked(self) -> Verdict | None:
-        """CPU time cannot end a judge that sleeps or waits for a network: far beyond it, the clock does."""
-        if time.monotonic() - self._sent < BLOCKED_SECONDS + 20 * self.config.cpu_seconds:
+    def end_if_blocked(self) -> Verdict | None:
+        """Restart the process if it exceeds the wall-clock limit.
+
+        The CPU limit does not end a function that sleeps or waits for a network.
+        """
+        if time.monotonic() - self._sent_at < BLOCKED_SECONDS + 20 * self.config.cpu_seconds:
             return None
         self.stop()
         self._start()
-        return _unanswered("time-out")
+        return _ungraded("time-out")
 
     def stop(self) -> None:
         self._stop()
 
-    def _line(self) -> dict[str, Any] | None:
-        """The next reply; None at the end of the process. Replies are written whole: reading one never waits long."""
+    def _read_reply(self) -> dict[str, Any] | None:
+        """Read the next reply; return None if the process has ended.
+
+        Replies are written in one piece, so that reading one never waits long.
+        """
         while b"\n" not in self._buffer:
             chunk = os.read(self.fileno(), 65536)
             if not chunk:
@@ -204,13 +222,13 @@ class _Worker:
         return json.loads(line)
 
 
-def _unanswered(reason: str) -> Verdict:
-    """There was an answer, but not one that could be judged."""
+def _ungraded(reason: str) -> Verdict:
+    """Return the verdict on a completion that has an answer, but one that could not be graded."""
     return Verdict(0.0, f"({reason})", reason)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """The process, and the child it has forked: both are in its own session."""
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill the process and its forked child, which share a process group."""
     for stream in (process.stdin, process.stdout):
         assert stream is not None
         with contextlib.suppress(BrokenPipeError):

@@ -1,4 +1,7 @@
-r"""Grades mathematics: the final answer of a completion against the gold answer. Runs in a worker (`isolation.py`)."""
+"""Grades mathematics: compares the final answer of a completion with the gold answer.
+
+Runs in a grading process (`isolation.py`).
+"""
 
 from __future__ import annotations
 
@@ -12,25 +15,26 @@ from eepo.rewards.equivalence import Unparsable, canonical, same_answer
 from eepo.rewards.extraction import final_answer
 from eepo.types import Verdict
 
-# On strange input. Not MemoryError: the worker must end then.
-SYMPY_RAISES = (
-    ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError,
-    BasePolynomialError, NoConvergence,
+# What SymPy raises on malformed input. MemoryError is not listed: it must end the grading process.
+SYMPY_ERRORS = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, RuntimeError,
+    TypeError, ValueError, BasePolynomialError, NoConvergence,
 )  # fmt: skip
 
 
-def judge(gold: Any, text: str) -> Verdict:
-    """1 if the last stated answer is the gold answer. Whatever SymPy trips over is the completion's fault, not ours."""
+def grade(gold: Any, text: str) -> Verdict:
+    """Give reward 1 if the final answer in `text` equals the gold answer.
+
+    An answer that SymPy fails on gets reward 0.
+    """
     answer = final_answer(text)
     if answer is None:
         return Verdict(0.0, None, "no answer found")
     gold = last_boxed(str(gold)) or str(gold)
     try:
-        match = same_answer(gold, answer)
-    except (Unparsable, *SYMPY_RAISES):
+        reason = same_answer(gold, answer)
+    except (Unparsable, *SYMPY_ERRORS):
         return Verdict(0.0, canonical(answer), "unparsable")
-    return (
-        Verdict(1.0, canonical(gold), match)
-        if match
-        else Verdict(0.0, canonical(answer), "different")
-    )
+    if reason is None:
+        return Verdict(0.0, canonical(answer), "different")
+    return Verdict(1.0, canonical(gold), reason)

@@ -1,7 +1,7 @@
-"""Grades with reasoning-gym's own scorers, in a grading process (`isolation.py`).
+"""Grades with the scorers of reasoning-gym, in a grading process (`isolation.py`).
 
-Only scorers that never evaluate what the model wrote are let in (`gym.py`). Many give a small score to an answer that
-is wrong but well formed; the reward is that score.
+Only scorers that never evaluate the model's text are allowed (`gym_datasets.py`). Many scorers give
+a small score to a wrong but well-formed answer. The reward is that score.
 """
 
 from __future__ import annotations
@@ -13,29 +13,34 @@ from eepo.rewards import gym_datasets
 from eepo.rewards.extraction import final_answer
 from eepo.types import Verdict
 
-gym_datasets.package()  # now, once for all grading: its import would take most of the first completion's time
+# Import the package before grading starts: the import would use up the first completion's time.
+gym_datasets.import_package()
 
-# What scorers raise on an answer that they cannot read. A MemoryError goes on: the grading process ends by it.
-UNREADABLE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
+# What scorers raise on malformed answers. MemoryError is not listed: it must end the process.
+SCORER_ERRORS = (
+    ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError,
+)  # fmt: skip
 
 
-def judge(answer: Any, text: str) -> Verdict:
-    """`answer`: {"dataset": its name, "entry": the problem as the data set made it}."""
-    found = final_answer(text)
-    if found is None:
+def grade(gold: Any, text: str) -> Verdict:
+    """Give the scorer's score as reward.
+
+    `gold` is {"dataset": the data set's name, "entry": the problem as the data set generated it}.
+    """
+    answer = final_answer(text)
+    if answer is None:
         return Verdict(0.0, None, "no answer found")
-    scorer, entry = _scorer(answer["dataset"]), answer["entry"]
+    scorer = _scorer(gold["dataset"])
     try:
-        score = float(scorer.score_answer(answer=found, entry=entry))
-    except UNREADABLE as error:
-        return Verdict(0.0, found, f"the scorer cannot read it: {type(error).__name__}")
-    if (
-        not 0.0 <= score <= 1.0
-    ):  # nan, too: nothing a completion says may pay more than the right answer
-        return Verdict(0.0, found, f"the scorer gave {score}")
-    return Verdict(score, found, f"score {score:.3g}")
+        score = float(scorer.score_answer(answer=answer, entry=gold["entry"]))
+    except SCORER_ERRORS as error:
+        return Verdict(0.0, answer, f"the scorer cannot read it: {type(error).__name__}")
+    # Also catches nan. No completion may earn more than the gold answer does.
+    if not 0.0 <= score <= 1.0:
+        return Verdict(0.0, answer, f"the scorer gave {score}")
+    return Verdict(score, answer, f"score {score:.3g}")
 
 
 @lru_cache(maxsize=8)
-def _scorer(name: str) -> Any:
-    return gym_datasets.open_dataset(name, size=1, seed=0)
+def _scorer(dataset: str) -> Any:
+    return gym_datasets.open_dataset(dataset, size=1, seed=0)

@@ -1,19 +1,20 @@
-r"""Units of measurement: what is written around a number and is not part of it.
+r"""Splits units of measurement from numbers, and decides which units contradict each other.
 
-The policy, in one place:
-- A unit is text after a number (`\text{ cm}^2`, `^\circ`, a known word such as `cm` or `degrees`), or `\$` before it.
-  A bare single letter is a variable, never a unit.
-- A unit on one side only is dropped: the problem says in which unit to answer.
-- Known units on both sides must be the same, powers included; nothing is converted (100 cm is not 1 m). Words that
-  are no unit of measurement (`7 \text{ ways}`) do not count.
-- Percent: 50 % is 50 (asked for a percentage) and is 0.5 (it is the same number).
+The rules:
+- A unit is text after a number (`\text{ cm}^2`, `^\circ`, a known word such as `cm` or `degrees`),
+  or `\$` before it. A single letter is a variable, unless `\text` marks a known unit (`\text{m}`).
+- A unit on one side only is ignored, because the problem states the unit of the answer.
+- Known units on both sides must be the same, powers included. Nothing is converted: 100 cm is not
+  1 m. Words that are not a known unit (`7 \text{ ways}`) are ignored.
+- 50 % equals 50, because the problem may ask for a percentage. It also equals 0.5.
 """
 
 from __future__ import annotations
 
 import re
 
-_SPELLINGS = {
+# canonical unit: its other spellings, in the singular
+_UNITS = {
     "mm": "millimeter millimetre",
     "cm": "centimeter centimetre",
     "m": "meter metre",
@@ -65,82 +66,82 @@ _SPELLINGS = {
     "degc": "celsius",
     "degf": "fahrenheit",
 }
-_KNOWN = {word: unit for unit, words in _SPELLINGS.items() for word in [unit, *words.split()]}
-_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+_CANONICAL = {word: unit for unit, words in _UNITS.items() for word in [unit, *words.split()]}
+_POWER_WORDS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _BARE_WORDS = "|".join(
-    sorted((word for word in _KNOWN if len(word) > 1 and word.isalpha()), key=len, reverse=True)
+    sorted((word for word in _CANONICAL if len(word) > 1 and word.isalpha()), key=len, reverse=True)
 )
-# Words that say more than a unit: with one of them, what stands after a number is not dropped.
-_SAYS_MORE = re.compile(
-    r"\b(?:or|and|not|no|times|plus|minus|over|is|are|was|if|than|hundred|thousand|million|billion|dozen|half|to)\b"
+# A text with one of these words changes the answer, so it is not dropped as a unit.
+_MEANINGFUL_WORDS = re.compile(
+    r"\b(?:or|and|not|no|times|plus|minus|over|is|are|was|if|than"
+    r"|hundred|thousand|million|billion|dozen|half|to)\b"
 )
-_OVER = re.compile(r"\\text\{([^{}^]*[A-Za-z])[ .]+([A-Za-z]+)\s*\^\s*\{\s*-\s*([123])\s*\}\s*\}")
-_ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
-_AFTER = re.compile(
+_NEGATIVE_POWER = re.compile(
+    r"\\text\{([^{}^]*[A-Za-z])[ .]+([A-Za-z]+)\s*\^\s*\{\s*-\s*([123])\s*\}\s*\}"
+)
+_TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
+_UNIT_AFTER_NUMBER = re.compile(
     r"\\text\{(?P<words>[^{}]{1,60})\}\s*(?:\^\s*\{?(?P<power>[23])\}?)?"
     r"|\^\\circ\s*(?:\\text\{\s*)?(?P<scale>[CF]?)\s*\}?"
     r"|(?P<percent>%)"
-    rf"|\s+(?P<bare>(?:(?:square|sq|cubic|cu)\.?\s+)?(?:{_BARE_WORDS})s?)(?:\s*\^\s*\{{?(?P<bare_power>[23])\}}?)?"
+    rf"|\s+(?P<bare>(?:(?:square|sq|cubic|cu)\.?\s+)?(?:{_BARE_WORDS})s?)"
+    r"(?:\s*\^\s*\{?(?P<bare_power>[23])\}?)?"
     r"|\s+(?P<prose>[A-Za-z]{3,20}(?: [A-Za-z]{1,20}){0,4})",
     re.IGNORECASE,
 )
 
 
 def split_unit(text: str) -> tuple[str, str | None]:
-    r"""The number and its unit: ("15", "cm^2"), ("50", "%"), or the text as it is and None."""
-    stripped = _OVER.sub(_slash, text.strip())
+    r"""Return (number, unit), such as ("15", "cm^2") or ("50", "%"); (text, None) if no unit."""
+    stripped = _NEGATIVE_POWER.sub(_with_slash, text.strip())
     dollars = re.match(r"([-+]?)\s*\\\$\s*", stripped)
     if dollars:
         return dollars[1] + stripped[dollars.end() :], "$"
-    for match in _AFTER.finditer(stripped):
-        body = stripped[: match.start()].rstrip()
-        if (
-            match.end() == len(stripped)
-            and body
-            and body[-1] in "0123456789})i"
-            and (unit := _name(match))
-        ):
-            angle = unit.startswith("deg") and _ANGLE.search(
-                body
-            )  # the degrees of sin 60° are not those of its value
-            return (text, None) if angle else (body, unit)
+    for match in _UNIT_AFTER_NUMBER.finditer(stripped):
+        number = stripped[: match.start()].rstrip()
+        follows_number = number and number[-1] in "0123456789})i"
+        if match.end() == len(stripped) and follows_number and (unit := _canonical_unit(match)):
+            # The degrees in sin 60° belong to the angle, not to the value of the sine.
+            if unit.startswith("deg") and _TRIGONOMETRY.search(number):
+                return text, None
+            return number, unit
     return text, None
 
 
-def _slash(match: re.Match[str]) -> str:
-    """m s^{-2} is m/s^2."""
+def units_conflict(unit: str | None, other: str | None) -> bool:
+    """Return whether both are known units and they differ."""
+    known = [name for name in (unit, other) if name is not None and name.split("^")[0] in _UNITS]
+    return len(known) == 2 and known[0] != known[1]
+
+
+def _with_slash(match: re.Match[str]) -> str:
+    """Rewrite m s^{-2} as m/s^2."""
     power = "" if match[3] == "1" else f"^{match[3]}"
     return rf"\text{{{match[1]}/{match[2]}{power}}}"
 
 
-def conflict(one: str | None, other: str | None) -> bool:
-    """Two different units of measurement."""
-    known = [unit for unit in (one, other) if unit is not None and unit.split("^")[0] in _SPELLINGS]
-    return len(known) == 2 and known[0] != known[1]
-
-
-def _name(match: re.Match[str]) -> str | None:
-    """One name for every spelling; None if the words say more than a unit."""
+def _canonical_unit(match: re.Match[str]) -> str | None:
+    """Return one name for every spelling of a unit; None if the words are more than a unit."""
     if match["percent"]:
         return "%"
     text = (match["words"] or match["bare"] or match["prose"] or "").lower()
     if not text:
         return f"deg{(match['scale'] or '').lower()}"
-    text, power = _with_power(text.strip(" .()"), match["power"] or match["bare_power"])
+    text, power = _split_power(text.strip(" .()"), match["power"] or match["bare_power"])
     words = re.sub(r"[^a-z%/° ]", "", text).split()
-    if re.search(r"\d", text) or _SAYS_MORE.search(" ".join(words)):
+    if re.search(r"\d", text) or _MEANINGFUL_WORDS.search(" ".join(words)):
         return None
-    while words and words[0] in _POWERS:
-        power = _POWERS[words.pop(0)]
+    while words and words[0] in _POWER_WORDS:
+        power = _POWER_WORDS[words.pop(0)]
     unit = "".join(words)
-    known = _KNOWN.get(unit) or _KNOWN.get(unit.removesuffix("s"))
-    if known is None and len(unit) < 2:  # a bare letter is a variable, even in \\text{}
+    known = _CANONICAL.get(unit) or _CANONICAL.get(unit.removesuffix("s"))
+    if known is None and len(unit) < 2:  # an unknown single letter is a variable, even in \text{}
         return None
     unit = known or unit
     return f"{unit}^{power}" if power > 1 else unit
 
 
-def _with_power(text: str, behind: str | None) -> tuple[str, int]:
-    r"""The power stands inside the words, as in \text{m/s^2}, or behind them."""
+def _split_power(text: str, power_after: str | None) -> tuple[str, int]:
+    r"""Split off the power, which is inside of the text, as in \text{m/s^2}, or after it."""
     inside = re.fullmatch(r"(.*[a-z])\s*\^\s*([23])", text)
-    return (inside[1], int(inside[2])) if inside else (text, int(behind or 1))
+    return (inside[1], int(inside[2])) if inside else (text, int(power_after or 1))

@@ -1,8 +1,9 @@
-"""One grading process, run by `isolation.py`: a line in, a line out, forever.
+"""Runs one grading process: reads a request per line, writes a reply per line (`isolation.py`).
 
-It imports the judge once and forks. The child grades under limits that the kernel holds (CPU time by a timer whose
-signal kills, memory by its address space), so no completion can hang or swell it, not even inside a C function. When
-a child dies, the parent says so and forks the next one in milliseconds: nothing is imported again.
+The process imports the grading function once and forks a child, which grades. The kernel limits
+the child's CPU time (by a timer whose signal kills) and its memory (by its address space). So no
+completion can hang the child or exhaust memory, not even inside of a C function. When a child
+dies, the parent reports it and forks the next one within milliseconds, without a new import.
 """
 
 from __future__ import annotations
@@ -20,42 +21,45 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from eepo.rewards.isolation import IDLE
+from eepo.rewards.isolation import NO_REQUEST
 from eepo.types import Verdict
 
-OUT_OF_MEMORY = 3  # exit code of a child that ran into its limit
-MAX_WORDS = 300  # characters of a reason or an answer that travel: a line fits into one atomic write to a pipe
+OUT_OF_MEMORY = 3  # exit code of a child that reached its memory limit
+MAX_REPLY_TEXT = 300  # characters of a reason or an answer: a reply must fit into one atomic write
+
+GradingFunction = Callable[[Any, str], Any]  # (gold answer, completion) → Verdict or a number
 
 
 def main() -> None:
+    """Fork a child that grades, and replace it when it dies."""
     name, cpu_seconds, memory_mb = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
     replies = os.dup(1)
-    os.dup2(2, 1)  # what a judge prints is not a reply
-    judge = load_judge(name)
-    current = mmap.mmap(-1, 8)  # shared with the child: which item it is at
+    os.dup2(2, 1)  # what a grading function prints must not mix with the replies
+    function = load_function(name)
+    current = mmap.mmap(-1, 8)  # shared with the child: the id of the request that it is grading
     _write(replies, {"ready": name})
     while True:
         pid = os.fork()
         if pid == 0:
             _limit_memory(memory_mb)
-            _serve(judge, cpu_seconds, current, replies)
+            _serve(function, cpu_seconds, current, replies)
         _, status = os.waitpid(pid, 0)
         if os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0:
             return
-        (item,) = struct.unpack("q", current[:])
-        current[:] = struct.pack("q", IDLE)
-        _write(replies, {"item": item, "died": _cause(status)})
+        (request_id,) = struct.unpack("q", current[:])
+        current[:] = struct.pack("q", NO_REQUEST)
+        _write(replies, {"request": request_id, "died": _cause_of_death(status)})
 
 
-def load_judge(name: str) -> Callable[[Any, str], Any]:
-    """`module:function`, as a recipe's `reward.name` writes it."""
+def load_function(name: str) -> GradingFunction:
+    """Import `module:function`, the form that `reward.name` has in a recipe."""
     module, _, function = name.partition(":")
     sys.path.insert(0, os.getcwd())
     return getattr(importlib.import_module(module), function)
 
 
 def as_verdict(result: Any, text: str) -> Verdict:
-    """A user's function may return just a number or a truth value."""
+    """Convert the result of a user's function, which may be a Verdict, a number or a bool."""
     if isinstance(result, Verdict):
         return result
     reward = float(result)
@@ -64,27 +68,26 @@ def as_verdict(result: Any, text: str) -> Verdict:
     return Verdict(reward, text.strip() or None, "")
 
 
-def _serve(
-    judge: Callable[[Any, str], Any], cpu_seconds: float, current: mmap.mmap, replies: int
-) -> None:
-    """Grade items until the input ends. Never returns: a forked child must not run its parent's code."""
+def _serve(function: GradingFunction, cpu_seconds: float, current: mmap.mmap, replies: int) -> None:
+    """Grade requests until the input ends, then exit.
+
+    Never returns: a forked child must not run the code of its parent.
+    """
     lines = os.fdopen(0, "rb", closefd=False)
     try:
         while line := lines.readline():
             try:
-                item, answer, text = json.loads(line)
-            except (
-                ValueError
-            ):  # the end of a request that a killed child had begun to read; it is sent again
+                request_id, gold, text = json.loads(line)
+            except ValueError:
+                # The rest of a request that a killed child had begun to read. It is sent again.
                 continue
-            current[:] = struct.pack("q", item)
-            signal.setitimer(
-                signal.ITIMER_PROF, cpu_seconds
-            )  # SIGPROF's default action ends the process
-            reply = _judged(judge, answer, text)
+            current[:] = struct.pack("q", request_id)
+            # The default action of the timer's signal, SIGPROF, ends the process.
+            signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+            reply = _grade(function, gold, text)
             signal.setitimer(signal.ITIMER_PROF, 0)
-            current[:] = struct.pack("q", IDLE)
-            _write(replies, {"item": item} | reply)
+            current[:] = struct.pack("q", NO_REQUEST)
+            _write(replies, {"request": request_id} | reply)
     except MemoryError:
         os._exit(OUT_OF_MEMORY)
     except BrokenPipeError:
@@ -92,19 +95,22 @@ def _serve(
     os._exit(0)
 
 
-def _judged(judge: Callable[[Any, str], Any], answer: Any, text: str) -> dict[str, Any]:
+def _grade(function: GradingFunction, gold: Any, text: str) -> dict[str, Any]:
     try:
-        verdict = as_verdict(judge(answer, text), text)
+        verdict = as_verdict(function(gold, text), text)
     except MemoryError:
         raise
-    except Exception as error:  # the user's function, or a bug of ours: it is raised again where grading was asked for
-        return {"error": f"{type(error).__name__}: {error}"[:MAX_WORDS]}
-    found = verdict.answer[:MAX_WORDS] if verdict.answer is not None else None
-    return {"reward": verdict.reward, "answer": found, "reason": verdict.reason[:MAX_WORDS]}
+    except Exception as error:  # reported to the trainer's process, which raises a UserError
+        return {"error": f"{type(error).__name__}: {error}"[:MAX_REPLY_TEXT]}
+    answer = verdict.answer[:MAX_REPLY_TEXT] if verdict.answer is not None else None
+    return {"reward": verdict.reward, "answer": answer, "reason": verdict.reason[:MAX_REPLY_TEXT]}
 
 
 def _limit_memory(memory_mb: int) -> None:
-    """Beyond what the process starts with. Only Linux counts address space; elsewhere the CPU limit must do."""
+    """Limit the memory beyond what the process starts with.
+
+    Only Linux limits address space. On other systems only the CPU limit holds.
+    """
     size = Path("/proc/self/statm")
     if size.exists():
         start = int(size.read_text().split()[0]) * resource.getpagesize()
@@ -112,14 +118,13 @@ def _limit_memory(memory_mb: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _cause(status: int) -> str:
-    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
+def _cause_of_death(status: int) -> str:
+    if os.WIFEXITED(status):
+        return "out of memory" if os.WEXITSTATUS(status) == OUT_OF_MEMORY else "crashed"
+    if os.WTERMSIG(status) == signal.SIGPROF:
         return "time-out"
-    killed = (
-        os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-    )  # by the kernel, short of memory
-    swollen = os.WIFEXITED(status) and os.WEXITSTATUS(status) == OUT_OF_MEMORY
-    return "out of memory" if killed or swollen else "crashed"
+    # The kernel kills with SIGKILL when memory is short.
+    return "out of memory" if os.WTERMSIG(status) == signal.SIGKILL else "crashed"
 
 
 def _write(replies: int, reply: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Problems. One file a task; a recipe's `task.name` is looked up here."""
+"""Builds the task that `task.name` in a recipe selects. Each task has its own file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from eepo.tasks.sums import Sums
 
 
 def build_task(config: TaskConfig, tokenizer: Any, order_seed: int = 0) -> Task:
-    """`order_seed` is the run's: which problems come when."""
+    """Build a task. `order_seed` is the seed of the run: it selects the training problems."""
     if isinstance(config, CountdownConfig):
         return Countdown(config, tokenizer, order_seed)
     if isinstance(config, DatasetConfig):

@@ -1,4 +1,4 @@
-"""The maths benchmarks by name: as files of a folder, or as hub data sets."""
+"""Loads the maths benchmarks by name, from files in a folder or from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from eepo.types import UserError
 
 @dataclass(frozen=True)
 class Benchmark:
+    """Describes a benchmark: where it is on the hub, and which file names it may have."""
+
     name: str
     title: str
     hub: str
     split: str
-    columns: Columns  # of the hub's set; a file may have these or the usual problem and answer
-    other_stems: tuple[str, ...] = ()  # file names beside `name` that people use
+    columns: Columns  # on the hub; a file may also have the default columns, problem and answer
+    other_stems: tuple[str, ...] = ()  # common file names, in addition to `name`
 
     def stems(self) -> tuple[str, ...]:
         return self.name, *self.other_stems
@@ -29,64 +31,82 @@ BENCHMARKS: dict[str, Benchmark] = {
     benchmark.name: benchmark
     for benchmark in (
         Benchmark(
-            "minerva_math",
-            "Minerva Math",
-            "math-ai/minervamath",
-            "test",
-            _QUESTION,
-            ("minervamath", "minerva"),
+            name="minerva_math",
+            title="Minerva Math",
+            hub="math-ai/minervamath",
+            split="test",
+            columns=_QUESTION,
+            other_stems=("minervamath", "minerva"),
         ),
         Benchmark(
-            "olympiadbench",
-            "OlympiadBench",
-            "math-ai/olympiadbench",
-            "test",
-            Columns(problem="question", answer="final_answer"),
-            ("olympiadbench_math_en", "olympiad_bench", "OE_TO_maths_en_COMP"),
-        ),
-        Benchmark("amc23", "AMC 23", "math-ai/amc23", "test", _QUESTION, ("amc2023", "amc_2023")),
-        Benchmark(
-            "aime24",
-            "AIME 24",
-            "HuggingFaceH4/aime_2024",
-            "train",
-            Columns(),
-            ("aime2024", "aime_2024"),
+            name="olympiadbench",
+            title="OlympiadBench",
+            hub="math-ai/olympiadbench",
+            split="test",
+            columns=Columns(problem="question", answer="final_answer"),
+            other_stems=("olympiadbench_math_en", "olympiad_bench", "OE_TO_maths_en_COMP"),
         ),
         Benchmark(
-            "aime25", "AIME 25", "math-ai/aime25", "test", Columns(), ("aime2025", "aime_2025")
+            name="amc23",
+            title="AMC 23",
+            hub="math-ai/amc23",
+            split="test",
+            columns=_QUESTION,
+            other_stems=("amc2023", "amc_2023"),
         ),
         Benchmark(
-            "math500",
-            "MATH-500",
-            "HuggingFaceH4/MATH-500",
-            "test",
-            Columns(),
-            ("MATH-500", "math_500"),
+            name="aime24",
+            title="AIME 24",
+            hub="HuggingFaceH4/aime_2024",
+            split="train",
+            columns=Columns(),
+            other_stems=("aime2024", "aime_2024"),
         ),
-        Benchmark("gsm8k", "GSM8K", "openai/gsm8k:main", "test", _QUESTION, ("gsm8k_test",)),
+        Benchmark(
+            name="aime25",
+            title="AIME 25",
+            hub="math-ai/aime25",
+            split="test",
+            columns=Columns(),
+            other_stems=("aime2025", "aime_2025"),
+        ),
+        Benchmark(
+            name="math500",
+            title="MATH-500",
+            hub="HuggingFaceH4/MATH-500",
+            split="test",
+            columns=Columns(),
+            other_stems=("MATH-500", "math_500"),
+        ),
+        Benchmark(
+            name="gsm8k",
+            title="GSM8K",
+            hub="openai/gsm8k:main",
+            split="test",
+            columns=_QUESTION,
+            other_stems=("gsm8k_test",),
+        ),
     )
 }
 
 
 def load_benchmark(name: str, data_dir: str = "") -> list[Problem]:
-    """From `data_dir` if one is given, else from the hub."""
+    """Load a benchmark from a file in `data_dir` if it is given, else from the hub."""
     benchmark = BENCHMARKS.get(name)
     if benchmark is None:
-        raise UserError(f"no benchmark is called {name!r}; there are {', '.join(BENCHMARKS)}")
+        raise UserError(f"unknown benchmark {name!r}; choose from {', '.join(BENCHMARKS)}")
     if not data_dir:
         return read_problems(benchmark.hub, benchmark.columns, benchmark.split)
-    places = [
-        Path(data_dir) / f"{stem}{suffix}" for stem in benchmark.stems() for suffix in SUFFIXES
-    ]
-    file = next((place for place in places if place.is_file()), None)
+    folder = Path(data_dir)
+    paths = [folder / f"{stem}{suffix}" for stem in benchmark.stems() for suffix in SUFFIXES]
+    file = next((path for path in paths if path.is_file()), None)
     if file is None:
-        looked = ", ".join(place.name for place in places)
-        raise UserError(f"benchmark {name}: no file in {data_dir}; looked for {looked}")
+        names = ", ".join(path.name for path in paths)
+        raise UserError(f"benchmark {name}: no file in {data_dir}; looked for {names}")
     return read_problems(str(file), _columns_of(file, benchmark))
 
 
 def _columns_of(file: Path, benchmark: Benchmark) -> Columns:
-    """A file saved from the hub keeps the hub's columns."""
+    """Return the hub's columns if the file has them, as a file saved from the hub does."""
     hub, names = benchmark.columns, column_names(file)
     return hub if hub.problem in names and hub.answer in names else Columns()

@@ -1,4 +1,4 @@
-"""Problems from files and hub data sets as a task: train on one set, evaluate on others."""
+"""Uses problems from files and hub data sets as a task: trains on one set, evaluates on others."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 from eepo.config import DatasetConfig
 from eepo.tasks.benchmarks import BENCHMARKS, load_benchmark
-from eepo.tasks.order import place
-from eepo.tasks.overlap import overlap
-from eepo.tasks.problems import Columns, Problem, read_problems, split_at_mark, stem
+from eepo.tasks.order import shuffled_index
+from eepo.tasks.overlap import find_overlap
+from eepo.tasks.problems import Columns, Problem, read_problems, short_name, split_at_mark
 from eepo.tasks.templates import render
 from eepo.types import Prompt, UserError
 
@@ -18,46 +18,43 @@ from eepo.types import Prompt, UserError
 def make_prompts(
     problems: Sequence[Problem], template: str, tokenizer: Any, max_prompt_tokens: int
 ) -> tuple[list[Prompt], int]:
-    """Prompts of at most `max_prompt_tokens`, and how many problems were left out as longer. None is ever cut."""
+    """Return the prompts of at most `max_prompt_tokens` tokens, and how many were longer.
+
+    Longer prompts are left out. They are never truncated.
+    """
     prompts = []
     for problem in problems:
         text, token_ids = render(problem.text, template, tokenizer)
         if len(token_ids) <= max_prompt_tokens:
-            prompts.append(
-                Prompt(id=problem.id, text=text, token_ids=token_ids, answer=problem.answer)
-            )
+            prompts.append(Prompt(problem.id, text, token_ids, problem.answer))
     return prompts, len(problems) - len(prompts)
 
 
 class Dataset:
-    """All is read at once, so that every mistake in the data shows before a run begins.
+    """Reads all sets at once, so that every mistake in the data is reported before a run starts.
 
-    `notes` are lines the user should read: prompts left out, evaluation problems that are also trained on.
+    `notes` are messages for the user, about prompts left out and about evaluation problems that
+    are also in the training set.
     """
 
     def __init__(self, config: DatasetConfig, tokenizer: Any, order_seed: int = 0) -> None:
+        """`order_seed` is the seed of the run. It selects the order of the training problems."""
         self.config = config
         self.tokenizer = tokenizer
         self.order_seed = order_seed
         self.notes: list[str] = []
         if not config.train:
             raise UserError("task.train is empty; give a file or a hub data set")
-        columns = Columns(config.problem_column, config.answer_column, config.level_column)
-        unanswered: list[str] | None = [] if config.skip_unanswered else None
-        train = read_problems(
-            config.train, columns, config.train_split, config.data_dir, config.levels, unanswered
+        self._columns = Columns(config.problem_column, config.answer_column, config.level_column)
+        train = self._read_train()
+        self._prompts = self._prompts_within_limit(
+            train, f"training set {short_name(config.train)}"
         )
-        if unanswered:
-            few = ", ".join(unanswered[:3]) + (", ..." if len(unanswered) > 3 else "")
-            self.notes.append(
-                f"training set {stem(config.train)}: {len(unanswered)} rows without an answer left out ({few})"
-            )
-        self._prompts = self._fitting(train, f"training set {stem(config.train)}")
         solutions = {problem.id: as_demonstration(problem) for problem in train if problem.solution}
         self._demonstrations = [
             (prompt, solutions[prompt.id]) for prompt in self._prompts if prompt.id in solutions
         ]
-        self._evaluation = self._read_evaluation(columns, train)
+        self._evaluation = self._read_evaluation(train)
 
     @property
     def num_train(self) -> int:
@@ -66,54 +63,71 @@ class Dataset:
     def training_prompts(self, first: int, count: int) -> list[Prompt]:
         prompts = []
         for position in range(first, first + count):
-            epoch, index = place(position, len(self._prompts), str(self.order_seed))
+            epoch, index = shuffled_index(position, len(self._prompts), str(self.order_seed))
             prompt = self._prompts[index]
-            prompts.append(
-                dataclasses.replace(prompt, id=f"train/{epoch}/{prompt.id}")
-            )  # fresh draws in each epoch
+            # The id contains the epoch, so that each epoch samples different completions.
+            prompts.append(dataclasses.replace(prompt, id=f"train/{epoch}/{prompt.id}"))
         return prompts
 
     def evaluation_sets(self) -> dict[str, list[Prompt]]:
         return self._evaluation
 
     def demonstrations(self, first: int, count: int) -> list[tuple[Prompt, str]]:
-        """Training prompts that have a solution, in order, again and again."""
+        """Return training prompts that have a solution, in order, repeated as often as needed."""
         pairs = self._demonstrations
         if not pairs:
             raise UserError(
-                f"task.train = {self.config.train!r} has no solutions to learn from; they stand in a column "
-                "'solution', or in the answer column as texts that end in \\boxed{} or ####"
+                f"task.train = {self.config.train!r} has no solutions to learn from; add a column "
+                "'solution', or end the answers with \\boxed{} or ####"
             )
         return [pairs[index % len(pairs)] for index in range(first, first + count)]
 
-    def _read_evaluation(
-        self, columns: Columns, train: Sequence[Problem]
-    ) -> dict[str, list[Prompt]]:
+    def _read_train(self) -> list[Problem]:
+        config = self.config
+        unanswered: list[str] | None = [] if config.skip_unanswered else None
+        train = read_problems(
+            config.train,
+            self._columns,
+            config.train_split,
+            config.data_dir,
+            config.levels,
+            unanswered,
+        )
+        if unanswered:
+            self.notes.append(
+                f"training set {short_name(config.train)}: {len(unanswered)} rows without an "
+                f"answer left out ({_first_three(unanswered)})"
+            )
+        return train
+
+    def _read_evaluation(self, train: Sequence[Problem]) -> dict[str, list[Prompt]]:
+        config = self.config
         sets: dict[str, list[Prompt]] = {}
-        for source in self.config.evaluation:
-            name = source if source in BENCHMARKS else stem(source)
+        for source in config.evaluation:
+            name = source if source in BENCHMARKS else short_name(source)
             if name in sets:
                 raise UserError(f"task.evaluation names two sets {name!r}; rename one of the files")
             if source in BENCHMARKS:
-                problems = load_benchmark(source, self.config.data_dir)
+                problems = load_benchmark(source, config.data_dir)
             else:
                 problems = read_problems(
-                    source, columns, self.config.evaluation_split, self.config.data_dir
+                    source, self._columns, config.evaluation_split, config.data_dir
                 )
-            sets[name] = self._fitting(problems, f"evaluation set {name}")
+            sets[name] = self._prompts_within_limit(problems, f"evaluation set {name}")
             self._note_overlap(name, problems, train)
         return sets
 
-    def _fitting(self, problems: Sequence[Problem], what: str) -> list[Prompt]:
+    def _prompts_within_limit(self, problems: Sequence[Problem], set_name: str) -> list[Prompt]:
         limit = self.config.max_prompt_tokens
         prompts, num_left_out = make_prompts(problems, self.config.template, self.tokenizer, limit)
         if not prompts:
             raise UserError(
-                f"{what}: all {num_left_out} prompts are longer than task.max_prompt_tokens = {limit}"
+                f"{set_name}: all {num_left_out} prompts are longer than "
+                f"task.max_prompt_tokens = {limit}"
             )
         if num_left_out:
             self.notes.append(
-                f"{what}: {num_left_out} of {len(problems)} prompts left out, longer than "
+                f"{set_name}: {num_left_out} of {len(problems)} prompts left out, longer than "
                 f"task.max_prompt_tokens = {limit}"
             )
         return prompts
@@ -121,22 +135,24 @@ class Dataset:
     def _note_overlap(
         self, name: str, problems: Sequence[Problem], train: Sequence[Problem]
     ) -> None:
-        pairs = overlap(train, problems)
+        pairs = find_overlap(train, problems)
         if pairs:
-            few = ", ".join(own for own, _ in pairs[:3]) + (", ..." if len(pairs) > 3 else "")
+            ids = [evaluation_id for evaluation_id, _ in pairs]
             self.notes.append(
-                f"evaluation set {name}: {len(pairs)} of {len(problems)} problems also stand in the training set, "
-                f"in the same words or nearly ({few})"
+                f"evaluation set {name}: {len(pairs)} of {len(problems)} problems are also in the "
+                f"training set, with the same or nearly the same text ({_first_three(ids)})"
             )
 
 
 def as_demonstration(problem: Problem) -> str:
-    """The solution in the form that the instruction asks for: with the final answer in a box."""
+    """Return the solution, with the final answer in a box, as the instruction asks for it."""
     text = problem.solution or ""
-    marked = split_at_mark(text)
-    solution = marked[0] if marked else text.rstrip()
-    return (
-        solution
-        if "\\boxed" in solution
-        else f"{solution}\nThe final answer is \\boxed{{{problem.answer}}}."
-    )
+    parts = split_at_mark(text)
+    solution = parts[0] if parts else text.rstrip()
+    if "\\boxed" in solution:
+        return solution
+    return f"{solution}\nThe final answer is \\boxed{{{problem.answer}}}."
+
+
+def _first_three(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

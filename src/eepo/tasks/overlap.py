@@ -1,8 +1,8 @@
-"""Evaluation problems that also stand in the training set: warned about, not removed.
+"""Finds evaluation problems that are also in the training set, to warn about them.
 
-Two problems are the same when their normalised texts are equal, or when they have the same answer, the same digits and
-nearly the same text: that finds rewordings ("How many are there" for "How many are"), and keeps apart the exercises
-that differ in a number or a sign only, of which maths data sets are full.
+Two problems are the same if their normalised texts are equal. They also are the same if they have
+the same answer, the same digits and nearly the same text. This finds rewordings ("How many are
+there" for "How many are") and keeps exercises apart that differ only in a number or a sign.
 """
 
 from __future__ import annotations
@@ -14,55 +14,62 @@ from collections.abc import Sequence
 
 from eepo.tasks.problems import Problem
 
-PIECE = 4  # letters
-ALIKE = 0.7  # shared pieces over all pieces of two texts
-MAX_KIN = 200  # problems with the same answer and digits; of yes-or-no riddles there may be many more, left uncompared
+NGRAM_LENGTH = 4  # characters
+MIN_SIMILARITY = 0.7  # Jaccard similarity of n-grams
+# Comparisons for each evaluation problem. Many problems share an answer such as "yes".
+MAX_CANDIDATES = 200
 
-# How it is set, not what it says. Signs that bear meaning (+ - = < ^ / ...) stay.
+# Layout without meaning. Signs that carry meaning (+ - = < ^ / ...) are kept.
 _LAYOUT = re.compile(
     r"\\(?:left|right|quad|qquad|text|textbf|mathrm|mbox|displaystyle|[lcd]?dots)(?![a-z])"
     r"|\\[,;:!\[\]()\\ ]|[\s$.,;:!?'\"`{}~&…‘’“”]"
 )
 
 
-def overlap(train: Sequence[Problem], evaluation: Sequence[Problem]) -> list[tuple[str, str]]:
-    """(evaluation id, training id) of every evaluation problem that is also trained on."""
-    trained: dict[str, str] = {}  # normalised text → id
-    near: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(
-        list
-    )  # answer and digits → ids and texts
+def find_overlap(train: Sequence[Problem], evaluation: Sequence[Problem]) -> list[tuple[str, str]]:
+    """Return (evaluation id, training id) of every evaluation problem in the training set."""
+    id_by_text: dict[str, str] = {}
+    candidates: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
     for problem in train:
-        text = normalised(problem.text)
-        trained.setdefault(text, problem.id)
-        near[_kin(problem, text)].append((problem.id, text))
+        text = normalise_problem(problem.text)
+        id_by_text.setdefault(text, problem.id)
+        candidates[_answer_and_digits(problem, text)].append((problem.id, text))
     pairs = []
     for problem in evaluation:
-        text = normalised(problem.text)
-        kin = near.get(_kin(problem, text), [])[:MAX_KIN]
-        found = trained.get(text) or next(
-            (own for own, other in kin if similarity(text, other) >= ALIKE), None
-        )
-        if found is not None:
-            pairs.append((problem.id, found))
+        text = normalise_problem(problem.text)
+        train_id = id_by_text.get(text)
+        if not train_id:
+            similar = candidates.get(_answer_and_digits(problem, text), [])[:MAX_CANDIDATES]
+            train_id = _first_similar(text, similar)
+        if train_id is not None:
+            pairs.append((problem.id, train_id))
     return pairs
 
 
-def normalised(text: str) -> str:
-    """Without case, spacing, punctuation and LaTeX's layout."""
+def normalise_problem(text: str) -> str:
+    """Remove case, spacing, punctuation and LaTeX layout."""
     folded = unicodedata.normalize("NFKC", text).casefold()
     return _LAYOUT.sub("", re.sub(r"\\[dt]frac(?![a-z])", r"\\frac", folded))
 
 
-def similarity(one: str, other: str) -> float:
-    """Of normalised texts: the share of their pieces that both hold, from 0 to 1."""
-    first, second = _pieces(one), _pieces(other)
-    return len(first & second) / len(first | second)
+def similarity(left: str, right: str) -> float:
+    """Return the Jaccard similarity of the n-grams of two normalised texts, from 0 to 1."""
+    left_ngrams, right_ngrams = _ngrams(left), _ngrams(right)
+    return len(left_ngrams & right_ngrams) / len(left_ngrams | right_ngrams)
 
 
-def _pieces(text: str) -> set[str]:
-    return {text[start : start + PIECE] for start in range(max(1, len(text) - PIECE + 1))}
+def _first_similar(text: str, candidates: list[tuple[str, str]]) -> str | None:
+    for train_id, train_text in candidates:
+        if similarity(text, train_text) >= MIN_SIMILARITY:
+            return train_id
+    return None
 
 
-def _kin(problem: Problem, text: str) -> tuple[str, str]:
-    """Only problems with the same answer and digits are compared: in maths data sets a handful."""
-    return normalised(problem.answer), "".join(sorted(filter(str.isdigit, text)))
+def _ngrams(text: str) -> set[str]:
+    num_ngrams = max(1, len(text) - NGRAM_LENGTH + 1)
+    return {text[start : start + NGRAM_LENGTH] for start in range(num_ngrams)}
+
+
+def _answer_and_digits(problem: Problem, text: str) -> tuple[str, str]:
+    """Return the key of problems that are worth a comparison, usually a handful."""
+    return normalise_problem(problem.answer), "".join(sorted(filter(str.isdigit, text)))

@@ -1,6 +1,7 @@
-"""Problems with answers, from a file or a hub data set. Every mistake in the data is one line that says where it is.
+"""Turns rows of a file or a hub data set into problems with answers.
 
-Nothing is mended in silence: a row without an answer stops the run, because a wrong gold answer is a wrong reward.
+Every mistake in the data raises a `UserError` that names the row. Nothing is repaired silently: a
+wrong gold answer is a wrong reward.
 """
 
 from __future__ import annotations
@@ -12,23 +13,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from eepo.rewards.boxed import last_boxed
-from eepo.tasks.files import SUFFIXES, Columns, check_columns, find_file, find_reader, stem
+from eepo.tasks.files import SUFFIXES, Columns, check_columns, find_file, find_reader, short_name
 from eepo.types import UserError
 
 __all__ = [
     "SUFFIXES",
     "Columns",
     "Problem",
-    "marked_answer",
     "read_problems",
+    "short_name",
     "split_at_mark",
-    "stem",
 ]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """`answer` is the final answer alone. `solution`, where there is one, is a text that leads to it."""
+    """A problem with its final answer and, if the data set has it, a worked solution."""
 
     id: str
     text: str
@@ -37,8 +37,8 @@ class Problem:
     solution: str | None = None
 
 
-class NoAnswer(UserError):
-    """A row whose gold answer is empty."""
+class MissingAnswer(UserError):
+    """A row has an empty gold answer."""
 
 
 def read_problems(
@@ -49,52 +49,54 @@ def read_problems(
     levels: Sequence[int] = (),
     unanswered: list[str] | None = None,
 ) -> list[Problem]:
-    """From a file, looked for in `data_dir` and then here, or a hub data set's `split`; only `levels`, if any.
+    """Read the problems of a file or of a hub data set's `split`.
 
-    A row without an answer is an error, unless a list is given that takes its place.
+    A file is looked for in `data_dir`, then in the working directory. `levels` keeps only problems
+    of these levels. A row without an answer is an error, unless the list `unanswered` is given:
+    then the row is skipped and its location is appended.
     """
     reader = find_reader(source, columns, split, data_dir)
     problems: list[Problem] = []
-    seen: dict[str, str] = {}  # id → where
+    location_by_id: dict[str, str] = {}
     for index, (where, row) in enumerate(reader()):
         try:
-            problem = _problem(row, where, columns, source, index)
-        except NoAnswer:
+            problem = _problem(row, where, columns, f"{short_name(source)}/{index}")
+        except MissingAnswer:
             if unanswered is None:
                 raise
             unanswered.append(where)
             continue
-        if problem.id in seen:
+        if problem.id in location_by_id:
             raise UserError(
-                f"{where}: id {_short(problem.id)} is also that of {seen[problem.id]}; ids must be unique"
+                f"{where}: id {_short(problem.id)} is already used at "
+                f"{location_by_id[problem.id]}; ids must be unique"
             )
-        seen[problem.id] = where
+        location_by_id[problem.id] = where
         problems.append(problem)
     where = str(find_file(source, data_dir) or source)
     if not problems:
         raise UserError(f"{where}: the data set is empty")
-    return _of_levels(problems, levels, where, columns.level) if levels else problems
+    return _with_levels(problems, levels, where, columns.level) if levels else problems
 
 
-def _problem(row: dict[str, Any], where: str, columns: Columns, source: str, index: int) -> Problem:
+def _problem(row: dict[str, Any], where: str, columns: Columns, default_id: str) -> Problem:
     check_columns(list(row), columns, where)
     text = row[columns.problem]
     if not isinstance(text, str) or not text.strip():
-        raise UserError(
-            f"{where}: {columns.problem} must be a text that is not empty, got {_short(text)}"
+        raise UserError(f"{where}: {columns.problem} must be a non-empty text, got {_short(text)}")
+    cell = _cell_text(row[columns.answer], f"{where}: {columns.answer}")
+    final_answer = _answer_of_solution(cell)
+    answer = _without_dollars(cell) if final_answer is None else final_answer
+    has_unclosed_box = final_answer is None and "\\boxed" in cell
+    if not answer or has_unclosed_box:
+        raise MissingAnswer(
+            f"{where}: {columns.answer} has no final answer, got {_short(row[columns.answer])}"
         )
-    cell = _cell(row[columns.answer], f"{where}: {columns.answer}")
-    marked = marked_answer(cell)
-    answer = _without_dollars(cell) if marked is None else marked
-    if not answer or (marked is None and "\\boxed" in cell):  # a box that never closes
-        raise NoAnswer(
-            f"{where}: {columns.answer} holds no answer, got {_short(row[columns.answer])}"
-        )
-    solution = row.get("solution") if marked is None else cell
+    solution = row.get("solution") if final_answer is None else cell
     for value in (text, cell, solution):
-        _check_text(value, where)
+        _check_characters(value, where)
     return Problem(
-        id=_id(row.get("id"), source, index),
+        id=_id(row.get("id"), default_id),
         text=text,
         answer=answer,
         level=_level(row.get(columns.level)),
@@ -102,10 +104,13 @@ def _problem(row: dict[str, Any], where: str, columns: Columns, source: str, ind
     )
 
 
-def _cell(value: Any, where: str) -> str:
-    """An answer column's cell as text: lists of several answers are joined, as OlympiadBench on the hub needs it."""
+def _cell_text(value: Any, where: str) -> str:
+    """Convert the cell of an answer column to text.
+
+    A list of several answers is joined with commas: OlympiadBench on the hub has such lists.
+    """
     if isinstance(value, list):
-        return ", ".join(_without_dollars(_cell(item, where)) for item in value)
+        return ", ".join(_without_dollars(_cell_text(item, where)) for item in value)
     if value is None:
         return ""
     if isinstance(value, float) and math.isfinite(value):
@@ -117,65 +122,75 @@ def _cell(value: Any, where: str) -> str:
     return value.strip()
 
 
-def marked_answer(text: str) -> str | None:
-    """Where the text is a whole solution: what its last box, or its last line after ####, holds."""
+def _answer_of_solution(text: str) -> str | None:
+    r"""Return the final answer of a worked solution: the last \boxed{}, or the text after ####.
+
+    Return None if the text is not a solution but an answer alone.
+    """
     boxed = last_boxed(text)
     if boxed is not None:
         return _without_dollars(boxed.strip())
     parts = split_at_mark(text)
     if parts is None:
         return None
-    number = parts[1]
-    return (
-        number.replace(",", "") if re.fullmatch(r"-?\d{1,3}(,\d{3})+(\.\d+)?", number) else number
-    )
+    answer = parts[1]
+    has_thousands_separators = re.fullmatch(r"-?\d{1,3}(,\d{3})+(\.\d+)?", answer)
+    return answer.replace(",", "") if has_thousands_separators else answer
 
 
 def split_at_mark(text: str) -> tuple[str, str] | None:
-    """GSM8K's form: what stands before the last ####, and the final answer behind it, to the end of the text."""
-    before, mark, behind = text.rpartition("####")
-    return (before.rstrip(), behind.strip()) if mark and "\n" not in behind.strip() else None
+    """Split a solution in GSM8K's form at the last ####, into the solution and the final answer.
+
+    Return None if there is no mark, or if more than one line follows it.
+    """
+    solution, mark, answer = text.rpartition("####")
+    answer = answer.strip()
+    return (solution.rstrip(), answer) if mark and "\n" not in answer else None
 
 
 def _without_dollars(text: str) -> str:
-    r"""$x$ and $$x$$ are x; $5 is five dollars, and $5$ or $6$ is left as it is."""
+    """Remove math delimiters: $x$ and $$x$$ become x. `$5` and `$5$ or $6$` are kept."""
     inner = re.fullmatch(r"(\${1,2})((?:[^$\\]|\\.)+)\1", text.strip(), re.DOTALL)
     return inner[2].strip() if inner else text.strip()
 
 
-def _id(value: Any, source: str, index: int) -> str:
-    """The row's own, made unlike other sets' where it is only a number; else its place."""
-    own = value.strip() if isinstance(value, str) else str(value) if type(value) is int else ""
-    if not own:
-        return f"{stem(source)}/{index}"
-    return f"{stem(source)}/{own}" if own.isdigit() else own
+def _id(value: Any, default: str) -> str:
+    """Return the id of a row. A number is prefixed with the set's name, to be unique across sets.
+
+    `default` is the set's name and the index of the row.
+    """
+    row_id = value.strip() if isinstance(value, str) else str(value) if type(value) is int else ""
+    if not row_id:
+        return default
+    set_name = default.rpartition("/")[0]
+    return f"{set_name}/{row_id}" if row_id.isdigit() else row_id
 
 
 def _level(value: Any) -> int | None:
-    """5, 5.0, "5" and "Level 5" are 5; anything else ("Level ?" in MATH) is no level."""
+    """Read 5, 5.0, "5" and "Level 5" as 5; return None for other values ("Level ?" in MATH)."""
     number = re.fullmatch(r"(?:level\s*)?(\d{1,3})(?:\.0)?", str(value).strip().lower())
     return int(number[1]) if number else None
 
 
-def _of_levels(
-    problems: list[Problem], levels: Sequence[int], source: str, column: str
+def _with_levels(
+    problems: list[Problem], levels: Sequence[int], where: str, column: str
 ) -> list[Problem]:
     kept = [problem for problem in problems if problem.level in levels]
     if not kept:
-        there = sorted({problem.level for problem in problems if problem.level is not None})
-        found = ", ".join(map(str, there)) if there else f"none in column {column!r}"
+        present = sorted({problem.level for problem in problems if problem.level is not None})
+        names = ", ".join(map(str, present)) if present else f"none in column {column!r}"
         raise UserError(
-            f"{source}: no problem of task.levels = {list(levels)}; levels there are: {found}"
+            f"{where}: no problem of task.levels = {list(levels)}; levels in the data: {names}"
         )
     return kept
 
 
-def _check_text(text: Any, where: str) -> None:
-    """What no tokenizer takes: half a UTF-16 pair, which JSON can spell, and NUL."""
-    if isinstance(text, str) and (
-        "\0" in text or any("\ud800" <= sign <= "\udfff" for sign in text)
-    ):
-        raise UserError(f"{where}: a NUL or half a character (a lone surrogate) in {_short(text)}")
+def _check_characters(text: Any, where: str) -> None:
+    """Refuse characters that tokenizers do not accept: NUL and lone surrogates."""
+    if not isinstance(text, str):
+        return
+    if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+        raise UserError(f"{where}: a NUL character or a lone surrogate in {_short(text)}")
 
 
 def _short(value: Any) -> str:

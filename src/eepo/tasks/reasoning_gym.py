@@ -1,7 +1,9 @@
-"""reasoning-gym's generators as a task: endless problems, each a pure function of its position.
+"""Uses the generators of reasoning-gym as a task with endless problems.
 
-A position belongs to a chunk, and a chunk has a seed of its own: some generators prepare all their entries at once, or
-know only so many. Evaluation has other seeds, and what it asks is never asked in training.
+Each problem is a pure function of its position. Positions are grouped into chunks, and each chunk
+has its own seed. Some generators prepare all
+their entries at once, and some can only produce a limited number of them. Evaluation uses other
+seeds, and its problems never occur in training.
 """
 
 from __future__ import annotations
@@ -16,15 +18,17 @@ from eepo.rewards import gym_datasets
 from eepo.tasks.templates import render
 from eepo.types import Prompt, UserError
 
-CHUNK = 500  # entries behind one seed
-MAX_DRAWS = 100  # entries tried for one place before the data set is called too small
+CHUNK_SIZE = 500  # entries that share a seed
+MAX_DRAWS = 100  # entries tried for one position before the data set counts as too small
 
 
 class ReasoningGym:
+    """Draws problems from one data set of reasoning-gym."""
+
     def __init__(self, config: ReasoningGymConfig, tokenizer: Any, order_seed: int = 0) -> None:
-        """`order_seed` is the run's: which problems come. Evaluation never moves."""
-        gym_datasets.check(config.dataset)
-        gym_datasets.package()
+        """`order_seed` is the seed of the run. It selects the training problems only."""
+        gym_datasets.check_allowed(config.dataset)
+        gym_datasets.import_package()
         self.config = config
         self.tokenizer = tokenizer
         self.order_seed = order_seed
@@ -37,31 +41,28 @@ class ReasoningGym:
         return prompts
 
     def evaluation_sets(self) -> dict[str, list[Prompt]]:
-        entries = self._evaluation_entries
-        return {
-            self.config.dataset: [
-                self._prompt(f"evaluation/{index}", entry) for index, entry in enumerate(entries)
-            ]
-        }
+        prompts = [
+            self._prompt(f"evaluation/{index}", entry)
+            for index, entry in enumerate(self._evaluation_entries)
+        ]
+        return {self.config.dataset: prompts}
 
     def demonstrations(self, first: int, count: int) -> list[tuple[Prompt, str]]:
-        """There are no solutions to show, only answers."""
+        """Return prompts with the boxed answer. The data sets have no worked solutions."""
         pairs = []
         for position in range(first, first + count):
             entry = self._draw("demonstration", position, self._held_out)
-            pairs.append(
-                (self._prompt(f"demonstration/{position}", entry), f"\\boxed{{{entry['answer']}}}")
-            )
+            prompt = self._prompt(f"demonstration/{position}", entry)
+            pairs.append((prompt, f"\\boxed{{{entry['answer']}}}"))
         return pairs
 
     def _prompt(self, name: str, entry: dict[str, Any]) -> Prompt:
         text, token_ids = render(entry["question"], self.config.template, self.tokenizer)
-        answer = {"dataset": self.config.dataset, "entry": entry}
         return Prompt(
             id=f"reasoning_gym/{self.config.dataset}/{name}",
             text=text,
             token_ids=token_ids,
-            answer=answer,
+            answer={"dataset": self.config.dataset, "entry": entry},
         )
 
     @cached_property
@@ -78,25 +79,32 @@ class ReasoningGym:
         return {entry["question"] for entry in self._evaluation_entries}
 
     def _draw(self, split: str, position: int, excluded: set[str]) -> dict[str, Any]:
-        """The entry at a position of a split. Where its question is excluded, or its answer is empty and so cannot be
-        given, one of that position's substitutes."""
-        name, seed = self.config.dataset, f"{self.config.seed}/{split}"
-        entry = _entry(name, f"{seed}/{position // CHUNK}", position % CHUNK)
+        """Return the entry at a position of a split.
+
+        If its question is excluded, or its answer is empty and thus impossible to give, return a
+        substitute. Each position has its own sequence of substitutes.
+        """
+        dataset, seed = self.config.dataset, f"{self.config.seed}/{split}"
+        entry = _entry(dataset, f"{seed}/{position // CHUNK_SIZE}", position % CHUNK_SIZE)
         for index in range(MAX_DRAWS):
             if entry["question"] not in excluded and entry["answer"].strip():
                 return entry
-            entry = _entry(name, f"{seed}/substitutes/{position}", index)
+            entry = _entry(dataset, f"{seed}/substitutes/{position}", index)
         raise UserError(
-            f'task.dataset = "{name}" has too few different problems for task.num_evaluation = '
-            f"{self.config.num_evaluation}; ask for fewer"
+            f'task.dataset = "{dataset}" has too few different problems for task.num_evaluation = '
+            f"{self.config.num_evaluation}; lower task.num_evaluation"
         )
 
 
-def _entry(name: str, seed: str, index: int) -> dict[str, Any]:
-    """Through JSON, as the grading process will see it: tuples are lists there, and fractions text."""
-    return json.loads(json.dumps(gym_datasets.entry_at(_chunk(name, seed), index), default=str))
+def _entry(dataset: str, seed: str, index: int) -> dict[str, Any]:
+    """Return an entry as JSON stores it, because a grading process receives it as JSON.
+
+    Tuples become lists, and fractions become text.
+    """
+    entry = gym_datasets.read_entry(_open_chunk(dataset, seed), index)
+    return json.loads(json.dumps(entry, default=str))
 
 
-@lru_cache(maxsize=8)  # evaluation, training, and a substitute's between them
-def _chunk(name: str, seed: str) -> Any:
-    return gym_datasets.open_dataset(name, CHUNK, random.Random(seed).getrandbits(31))
+@lru_cache(maxsize=8)  # evaluation, training and substitutes are read alternately
+def _open_chunk(dataset: str, seed: str) -> Any:
+    return gym_datasets.open_dataset(dataset, CHUNK_SIZE, random.Random(seed).getrandbits(31))

@@ -1,9 +1,10 @@
-"""Sums: some solved ones, then one to solve. A small pretrained model can do a few, so there is something to reward.
+"""Generates sums: some solved examples, then one sum to solve.
 
-Every sum is a pure function of (seed, split, index), drawn afresh. The number of digits of each term is drawn first,
-so that short terms are as frequent as long ones. A second range, terms of one digit more than training has, is only
-evaluated. The solved ones are the same for all prompts. Neither they nor the evaluation's occur in training, in
-whatever order their terms stand.
+A small pretrained model solves some of them, so there is reward to learn from. Every sum is a pure
+function of (seed, split, index). The number of digits of each term is drawn first, so that short
+terms are as frequent as long ones. Terms with one digit more than in training are evaluated only.
+All prompts show the same examples. Neither the examples nor the evaluation problems occur in
+training, in any order of their terms.
 """
 
 from __future__ import annotations
@@ -13,21 +14,23 @@ from functools import cached_property
 from typing import Any
 
 from eepo.config import SumsConfig
-from eepo.tasks.order import place
+from eepo.tasks.order import shuffled_index
 from eepo.types import Prompt, UserError
 
 Terms = tuple[int, ...]
-MAX_DRAWS = 10_000  # tried for one sum before the range is called too small
+MAX_DRAWS = 10_000  # draws for one sum before the range counts as too small
 
 
 class Sums:
+    """Generates sums as prompts."""
+
     def __init__(self, config: SumsConfig, tokenizer: Any, order_seed: int = 0) -> None:
-        """`order_seed` is the run's: which fresh sums come, or a finite set's order. Evaluation never moves."""
+        """`order_seed` is the seed of the run. It selects the training problems or their order."""
         self.config = config
         self.tokenizer = tokenizer
         self.order_seed = order_seed
-        self._trained = range(1, config.max_digits + 1)  # digits of a term
-        self._unseen = range(config.max_digits + 1, config.max_digits + 2)
+        self._training_digits = range(1, config.max_digits + 1)  # digits of a term
+        self._out_of_range_digits = range(config.max_digits + 1, config.max_digits + 2)
 
     def training_prompts(self, first: int, count: int) -> list[Prompt]:
         return [self._training_prompt(position) for position in range(first, first + count)]
@@ -35,64 +38,63 @@ class Sums:
     def evaluation_sets(self) -> dict[str, list[Prompt]]:
         return {
             name: [self._prompt(f"{name}/{index}", terms) for index, terms in enumerate(sums)]
-            for name, sums in self._fixed.items()
+            for name, sums in self._fixed_sums.items()
             if name != "example"
         }
 
     def demonstrations(self, first: int, count: int) -> list[tuple[Prompt, str]]:
-        """Both ranges: a warm start is broad, as pretraining is; reinforcement is what narrows."""
+        """Return sums with results of both ranges. A warm start is broad, like pretraining."""
         pairs = []
         for index in range(first, first + count):
             name = f"demonstration/{index}"
-            terms = self._draw(name, self._trained if index % 2 else self._unseen, self._held_out)
+            digits = self._training_digits if index % 2 else self._out_of_range_digits
+            terms = self._draw(name, digits, self._held_out)
             pairs.append((self._prompt(name, terms), str(sum(terms))))
         return pairs
 
     def _training_prompt(self, position: int) -> Prompt:
-        """Endless fresh sums, or `num_train` of them in an order of its own for each epoch."""
+        """Return a new problem for each position, or one of `num_train`, shuffled in each epoch."""
         if not self.config.num_train:
-            name = draw = f"train/{self.order_seed}/{position}"
+            id_name = draw_name = f"train/{self.order_seed}/{position}"
         else:
-            epoch, index = place(
-                position, self.config.num_train, f"{self.config.seed}/{self.order_seed}"
-            )
-            name, draw = (
-                f"train/{epoch}/{index}",
-                f"train/{index}",
-            )  # ids are unique where a step crosses two epochs
-        return self._prompt(name, self._draw(draw, self._trained, self._held_out))
+            seed = f"{self.config.seed}/{self.order_seed}"
+            epoch, index = shuffled_index(position, self.config.num_train, seed)
+            # The id contains the epoch: one step may contain a problem in two epochs.
+            id_name, draw_name = f"train/{epoch}/{index}", f"train/{index}"
+        return self._prompt(id_name, self._draw(draw_name, self._training_digits, self._held_out))
 
     def _prompt(self, name: str, terms: Terms) -> Prompt:
-        """Ends right before the answer."""
-        solved = [f"{_question(example)}{sum(example)}\n" for example in self._fixed["example"]]
+        """Build a prompt that ends right before the result."""
+        examples = self._fixed_sums["example"]
+        solved = [f"{_question(example)}{sum(example)}\n" for example in examples]
         text = "".join(solved) + _question(terms)
-        ids = tuple(self.tokenizer(text).input_ids)
-        if self.tokenizer.unk_token_id is not None and self.tokenizer.unk_token_id in ids:
-            raise UserError(f"task: the model's tokenizer does not know all of the prompt {text!r}")
-        return Prompt(id=f"sums/{name}", text=text, token_ids=ids, answer=str(sum(terms)))
+        token_ids = tuple(self.tokenizer(text).input_ids)
+        if self.tokenizer.unk_token_id is not None and self.tokenizer.unk_token_id in token_ids:
+            raise UserError(f"task: the prompt has text that the tokenizer does not know: {text!r}")
+        return Prompt(id=f"sums/{name}", text=text, token_ids=token_ids, answer=str(sum(terms)))
 
     @cached_property
-    def _fixed(self) -> dict[str, list[Terms]]:
-        """The solved ones and the evaluation's, none of them twice."""
-        number = self.config.num_evaluation
-        wanted = {
-            "example": (self.config.num_examples, self._trained),
-            "in_range": (number, self._trained),
-            "out_of_range": (number, self._unseen),
+    def _fixed_sums(self) -> dict[str, list[Terms]]:
+        """Draw the examples and the evaluation problems, without duplicates."""
+        num_evaluation = self.config.num_evaluation
+        splits = {
+            "example": (self.config.num_examples, self._training_digits),
+            "in_range": (num_evaluation, self._training_digits),
+            "out_of_range": (num_evaluation, self._out_of_range_digits),
         }
         seen: set[Terms] = set()
-        sets: dict[str, list[Terms]] = {}
-        for name, (count, digits) in wanted.items():
-            sets[name] = []
+        sums: dict[str, list[Terms]] = {}
+        for name, (count, digits) in splits.items():
+            sums[name] = []
             for index in range(count):
                 terms = self._draw(f"{name}/{index}", digits, seen)
                 seen.add(_identity(terms))
-                sets[name].append(terms)
-        return sets
+                sums[name].append(terms)
+        return sums
 
     @cached_property
     def _held_out(self) -> set[Terms]:
-        return {_identity(terms) for sums in self._fixed.values() for terms in sums}
+        return {_identity(terms) for sums in self._fixed_sums.values() for terms in sums}
 
     def _draw(self, name: str, digits: range, excluded: set[Terms]) -> Terms:
         rng = random.Random(f"{self.config.seed}/{name}")
@@ -101,8 +103,9 @@ class Sums:
             if _identity(terms) not in excluded:
                 return terms
         raise UserError(
-            f"task: {MAX_DRAWS} draws found no further sum of {self.config.num_terms} terms of {digits.start} to "
-            f"{digits.stop - 1} digits; lower task.num_evaluation = {self.config.num_evaluation}, raise task.max_digits"
+            f"task: {MAX_DRAWS} draws found no further sum of {self.config.num_terms} terms of "
+            f"{digits.start} to {digits.stop - 1} digits; "
+            f"lower task.num_evaluation = {self.config.num_evaluation} or raise task.max_digits"
         )
 
 
@@ -113,7 +116,7 @@ def _draw_term(rng: random.Random, digits: range) -> int:
 
 
 def _question(terms: Terms) -> str:
-    """With spaces: SmolLM2 solves twice as many written so as without."""
+    """Write the sum with spaces: SmolLM2 solves twice as many sums as without them."""
     return " + ".join(map(str, terms)) + " = "
 
 
