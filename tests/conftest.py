@@ -1,13 +1,17 @@
-"""Small models with known weights, ragged completions, and plain references that share no code with the package."""
+"""Fixtures: small models, ragged completions, and references that share no code with eepo."""
 
 from __future__ import annotations
 
-import eepo  # noqa: F401  (before torch: it settles how torch's threads wait, or a busy machine takes three times as long)
+# Before torch: eepo sets how torch's threads wait. On a busy machine tests otherwise take three
+# times as long.
+import eepo  # noqa: F401
 
 # isort: split
 import copy
 import hashlib
+import os
 import random
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -22,19 +26,35 @@ from eepo.model import loading
 from eepo.tasks.countdown import Countdown, build_tokenizer
 from eepo.types import Completion, Prompt
 
-settings.register_profile("eepo", deadline=None)  # a busy machine is no failure
+settings.register_profile("eepo", deadline=None)  # a slow machine is not a failure
 settings.load_profile("eepo")
 
 CPU = torch.device("cpu")
-TIED = {"qwen3", "gemma2", "cohere"}  # so that both kinds of head are covered
+TIED = {"qwen3", "gemma2", "cohere"}  # tied heads; the other families have separate ones
 
 
 class PlainScores(NamedTuple):
-    """Of one completion's T tokens, in float64, with gradient."""
+    """Scores of one completion's T tokens, in float64, with gradient."""
 
     logprobs: Tensor  # [T]
     entropies: Tensor  # [T]
     complements: Tensor  # [T] log(1 − p)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Point eepo's cache to a temporary folder: tests neither read nor write the user's cache.
+
+    pytest-xdist workers share the folder, so that SmolLM2 is converted once.
+    """
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if is_worker else base) / "eepo-cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EEPO_CACHE", str(folder))
+        yield
+    if not is_worker:
+        shutil.rmtree(folder, ignore_errors=True)  # the converted model takes 0.5 GB
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +64,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="session")
 def new_model(tokenizer: Any) -> Callable[..., Any]:
-    """A tiny decoder of a family. Its weights are wide, so that its distributions are far from uniform."""
+    """Build a tiny decoder of a family. Large weights keep its distributions far from uniform."""
 
     def build(family: str, *, seed: int = 0, **shape: Any) -> Any:
         config = AutoConfig.for_model(
@@ -78,7 +98,7 @@ def new_model(tokenizer: Any) -> Callable[..., Any]:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """For modules that train: faster on models this small, and the same sums in every process."""
+    """Train with one thread: faster for small models, and the same sums in every process."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -87,7 +107,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def demo_model() -> Any:
-    """The built-in policy, shared: copy it before changing it."""
+    """Load the built-in policy once. Tests that change it must copy it first."""
     return loading.load_model(ModelConfig(), CPU)
 
 
@@ -103,7 +123,7 @@ def demo_prompts(tokenizer: Any) -> list[Prompt]:
 
 @pytest.fixture(scope="session")
 def ragged_pairs(tokenizer: Any) -> Callable[..., list[tuple[Prompt, Completion]]]:
-    """Random prompts of 1 to 7 tokens with random completions of 1 to 10; `group` completions each."""
+    """Build random prompts of 1 to 7 tokens, with `group` completions of 1 to 10 tokens each."""
 
     def build(number: int, seed: int = 0, group: int = 1) -> list[tuple[Prompt, Completion]]:
         rng = random.Random(seed)
@@ -121,17 +141,15 @@ def ragged_pairs(tokenizer: Any) -> Callable[..., list[tuple[Prompt, Completion]
 
 @pytest.fixture(scope="session")
 def plain_scores() -> Callable[..., PlainScores]:
-    """One row, no padding, whole logits: what any cleverer way to score must equal."""
+    """Score one row from full logits without padding: the reference for all other ways to score."""
 
     def score(
         model: Any, prompt: Prompt, completion: Completion, temperature: float = 1.0
     ) -> PlainScores:
         ids = torch.tensor([prompt.token_ids + completion.token_ids])
-        logits = (
-            model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-            .logits[0]
-            .double()
-        )
+        mask = torch.ones_like(ids)
+        output = model(input_ids=ids, attention_mask=mask, use_cache=False)
+        logits = output.logits[0].double()
         logits = logits[len(prompt.token_ids) - 1 : -1] / temperature
         columns: list[list[Tensor]] = [[], [], []]
         for row, token in zip(logits, completion.token_ids, strict=True):
@@ -146,7 +164,7 @@ def plain_scores() -> Callable[..., PlainScores]:
 
 @pytest.fixture(scope="session")
 def fingerprint() -> Callable[[Any], str]:
-    """A hash of every bit of the tensors in a nest of lists, dictionaries and plain values."""
+    """Hash all bits of the tensors in nested lists and dictionaries, and the plain values."""
 
     def flat(value: Any) -> Iterable[bytes]:
         if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""Where the policy comes from: built-in, a folder, a run; and one line where it cannot."""
+"""Models load from built-ins, folders and runs; every failure is a one-line error."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with HF_HUB_OFFLINE=1: a name that is no folder is not looked for anywhere else."""
+    """Set HF_HUB_OFFLINE, so that hub names are not looked up."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
-def refusal(call: Any, *args: Any) -> str:
+def error_line(call: Any, *args: Any) -> str:
     with pytest.raises(UserError) as caught:
         call(*args)
     line = str(caught.value)
@@ -38,53 +38,48 @@ def builtin_copy(to: Path) -> Path:
     return Path(shutil.copytree(loading.BUILTIN / "countdown", to))
 
 
-def test_a_name_that_might_be_a_misspelt_folder_is_said_to_be_looked_up(
+def test_a_hub_lookup_is_announced_once_if_the_name_may_be_a_misspelt_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
-    assert [loading.resolve(name) for name in ("runs/warn", "runs/warn", "owner/name")] == [
-        "runs/warn",
-        "runs/warn",
-        "owner/name",
-    ]
-    assert (
-        capsys.readouterr().err
-        == 'model.path = "runs/warn" is no folder here: looking for it on the hub\n'
-    )
+    for name in ("runs/warn", "runs/warn", "owner/name"):
+        assert loading.resolve(name) == name
+    line = 'model.path = "runs/warn" is not a local folder: looking it up on the hub\n'
+    assert capsys.readouterr().err == line
 
 
-def test_the_builtin_policy_loads_in_fp32_ready_to_sample() -> None:
+def test_the_builtin_policy_loads_in_fp32_and_in_eval_mode() -> None:
     model = loading.load_model(ModelConfig(), CPU)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert not model.training
     assert loading.load_tokenizer(ModelConfig()).eos_token == "<eos>"
 
 
-def test_the_builtin_policy_has_the_vocabulary_of_its_tokenizer() -> None:
+def test_the_builtin_policy_has_one_embedding_per_token() -> None:
     model = loading.load_model(ModelConfig(), CPU)
     assert len(loading.load_tokenizer(ModelConfig())) == model.get_input_embeddings().num_embeddings
 
 
-def test_an_unknown_builtin_is_refused_with_the_ones_there_are() -> None:
-    line = refusal(loading.resolve, "builtin:chess")
+def test_an_unknown_builtin_is_refused_with_the_allowed_names() -> None:
+    line = error_line(loading.resolve, "builtin:chess")
     assert "model.path" in line
     assert "builtin:chess" in line
     assert "builtin:countdown" in line
 
 
-def test_a_run_folder_means_its_final_weights(tmp_path: Path) -> None:
+def test_a_run_folder_stands_for_its_final_weights(tmp_path: Path) -> None:
     builtin_copy(tmp_path / "run" / "final")
     assert loading.resolve(str(tmp_path / "run")) == str(tmp_path / "run" / "final")
 
 
-def test_a_model_folder_means_itself(tmp_path: Path) -> None:
+def test_a_model_folder_resolves_to_itself(tmp_path: Path) -> None:
     folder = builtin_copy(tmp_path / "model")
     assert loading.resolve(str(folder)) == str(folder)
     assert loading.load_model(ModelConfig(path=str(folder)), CPU) is not None
 
 
-def test_a_folder_given_with_a_single_slash_is_taken_before_a_hub_name(
+def test_a_folder_has_precedence_over_a_hub_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     builtin_copy(tmp_path / "runs" / "warm")
@@ -92,7 +87,7 @@ def test_a_folder_given_with_a_single_slash_is_taken_before_a_hub_name(
     assert loading.load_model(ModelConfig(path="runs/warm"), CPU) is not None
 
 
-def test_the_home_folder_may_be_written_as_a_tilde(
+def test_a_tilde_is_expanded_to_the_home_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     builtin_copy(tmp_path / "model")
@@ -104,51 +99,49 @@ def test_the_home_folder_may_be_written_as_a_tilde(
     "path", ["./nowhere", "/nowhere/at/all", "nowhere", "a/b/c", "~/nowhere", ""]
 )
 def test_a_path_without_a_model_is_refused(path: str) -> None:
-    line = refusal(loading.load_model, ModelConfig(path=path), CPU)
+    line = error_line(loading.load_model, ModelConfig(path=path), CPU)
     assert f'model.path = "{path}"' in line
 
 
 def test_a_hub_name_that_cannot_be_reached_is_refused() -> None:
-    line = refusal(loading.load_model, ModelConfig(path="no-such-owner/no-such-model"), CPU)
-    assert (
-        '"no-such-owner/no-such-model" could not be loaded: there is no such folder here, and of the hub'
-        in line
-    )
+    line = error_line(loading.load_model, ModelConfig(path="no-such-owner/no-such-model"), CPU)
+    name = '"no-such-owner/no-such-model"'
+    assert f"{name} could not be loaded: no such local folder, and from the hub: " in line
 
 
 def test_damaged_weights_are_refused(tmp_path: Path) -> None:
     folder = builtin_copy(tmp_path / "model")
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    assert str(folder) in refusal(loading.load_model, ModelConfig(path=str(folder)), CPU)
+    assert str(folder) in error_line(loading.load_model, ModelConfig(path=str(folder)), CPU)
 
 
 def test_missing_weights_are_refused(tmp_path: Path) -> None:
     folder = builtin_copy(tmp_path / "model")
     (folder / "model.safetensors").unlink()
-    assert str(folder) in refusal(loading.load_model, ModelConfig(path=str(folder)), CPU)
+    assert str(folder) in error_line(loading.load_model, ModelConfig(path=str(folder)), CPU)
 
 
 def test_a_damaged_config_is_refused(tmp_path: Path) -> None:
     folder = builtin_copy(tmp_path / "model")
     (folder / "config.json").write_text("{not json")
-    assert str(folder) in refusal(loading.load_model, ModelConfig(path=str(folder)), CPU)
+    assert str(folder) in error_line(loading.load_model, ModelConfig(path=str(folder)), CPU)
 
 
 def test_an_unknown_family_is_refused(tmp_path: Path) -> None:
     folder = builtin_copy(tmp_path / "model")
     (folder / "config.json").write_text(json.dumps({"model_type": "abacus"}))
-    assert str(folder) in refusal(loading.load_model, ModelConfig(path=str(folder)), CPU)
+    assert str(folder) in error_line(loading.load_model, ModelConfig(path=str(folder)), CPU)
 
 
 def test_a_missing_tokenizer_is_refused(tmp_path: Path) -> None:
     folder = builtin_copy(tmp_path / "model")
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer_config.json").unlink()
-    assert str(folder) in refusal(loading.load_tokenizer, ModelConfig(path=str(folder)))
+    assert str(folder) in error_line(loading.load_tokenizer, ModelConfig(path=str(folder)))
 
 
-def test_dropout_is_off_even_where_gradient_checkpointing_needs_training_mode(
+def test_dropout_is_off_in_training_mode_for_gradient_checkpointing(
     tmp_path: Path,
 ) -> None:
     config = GPT2Config(
@@ -165,42 +158,41 @@ def test_dropout_is_off_even_where_gradient_checkpointing_needs_training_mode(
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:99", "", "tpu", "meta", "cpu:nonsense"])
-def test_a_device_that_cannot_be_used_is_refused_with_those_allowed(name: str) -> None:
-    line = refusal(loading.pick_device, name)
+def test_an_unavailable_device_is_refused_with_the_allowed_names(name: str) -> None:
+    line = error_line(loading.pick_device, name)
     assert f'model.device = "{name}"' in line
     assert "auto, cpu, cuda" in line
 
 
-def test_cpu_is_always_there_and_auto_picks_something_usable() -> None:
+def test_cpu_is_always_available_and_auto_picks_a_usable_device() -> None:
     assert loading.pick_device("cpu") == CPU
     assert torch.zeros(1, device=loading.pick_device("auto")).sum() == 0
 
 
-def test_the_engine_samples_in_bfloat16_on_a_gpu_and_in_float32_elsewhere() -> None:
+def test_auto_dtype_is_bfloat16_on_a_gpu_and_float32_elsewhere() -> None:
     assert loading.pick_dtype("auto", CPU) is torch.float32
     assert loading.pick_dtype("auto", torch.device("cuda")) is torch.bfloat16
     assert loading.pick_dtype("float16", CPU) is torch.float16
 
 
-def test_sampling_and_training_in_two_types_is_said() -> None:
+def test_different_dtypes_of_rollout_and_training_give_a_warning() -> None:
     run, gpu = RunConfig(), torch.device("cuda")
-    exact = dataclasses.replace(run, rollout=RolloutConfig(dtype="float32"))
-    assert not loading.two_types(run, gpu)
-    assert not loading.two_types(exact, CPU)
-    assert "sampled in float32, trained with products in bfloat16" in loading.two_types(exact, gpu)
-    assert not loading.two_types(
-        dataclasses.replace(exact, model=ModelConfig(compute_dtype="float32")), gpu
-    )
+    fp32_rollout = dataclasses.replace(run, rollout=RolloutConfig(dtype="float32"))
+    all_fp32 = dataclasses.replace(fp32_rollout, model=ModelConfig(compute_dtype="float32"))
+    assert not loading.dtype_mismatch(run, gpu)
+    assert not loading.dtype_mismatch(fp32_rollout, CPU)
+    assert not loading.dtype_mismatch(all_fp32, gpu)
+    text = loading.dtype_mismatch(fp32_rollout, gpu)
+    assert "sampled in float32 but training computes in bfloat16" in text
 
 
-def test_a_run_that_is_not_finished_means_its_newest_checkpoint(tmp_path: Path) -> None:
+def test_an_unfinished_run_stands_for_its_newest_checkpoint(tmp_path: Path) -> None:
+    run = tmp_path / "run"
     for step in (8, 40, 16):
-        builtin_copy(tmp_path / "run" / "checkpoints" / f"step-{step:06d}")
-    assert loading.resolve(str(tmp_path / "run")) == str(
-        tmp_path / "run" / "checkpoints" / "step-000040"
-    )
-    builtin_copy(tmp_path / "run" / "final")
-    assert loading.resolve(str(tmp_path / "run")) == str(tmp_path / "run" / "final")
+        builtin_copy(run / "checkpoints" / f"step-{step:06d}")
+    assert loading.resolve(str(run)) == str(run / "checkpoints" / "step-000040")
+    builtin_copy(run / "final")
+    assert loading.resolve(str(run)) == str(run / "final")
 
 
 def test_a_model_loaded_in_bfloat16_keeps_its_rotary_frequencies() -> None:

@@ -1,4 +1,4 @@
-"""Scores and gradients of ragged batches equal those of one plain row after another, however they are cut."""
+"""Scores and gradients of micro-batches equal those of single rows, for every token limit."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from eepo.model.policy import Policy, Scores
 from eepo.types import Completion, Prompt, UserError
 
 FAMILIES = ["qwen2", "qwen3", "llama"]
-CUTS = [(1, 7), (60, 4096), (16384, 1), (16384, 4096)]  # micro_batch_tokens, head_tokens
+LIMITS = [(1, 7), (60, 4096), (16384, 1), (16384, 4096)]  # micro_batch_tokens, head_tokens
 Pairs = list[tuple[Prompt, Completion]]
 
 
 def scored_rows(
     policy: Policy, pairs: Pairs, temperature: float, weights: Any = None
 ) -> list[tuple[Tensor, ...]]:
-    """For each of `pairs` its logprobs, entropies and complements, without padding."""
+    """Return logprobs, entropies and complements of each pair, without padding."""
     rows: list[tuple[Tensor, ...]] = [()] * len(pairs)
     for batch in policy.micro_batches(pairs):
         scores = policy.score(batch, temperature, weights)
         columns = (scores.logprobs, scores.entropies, scores.complements)
-        for place, row in enumerate(batch.rows):
-            rows[row] = tuple(column[place][batch.mask[place]] for column in columns)
-            assert all(not column[place][~batch.mask[place]].any() for column in columns)
+        for index, row in enumerate(batch.rows):
+            mask = batch.mask[index]
+            rows[row] = tuple(column[index][mask] for column in columns)
+            assert all(not column[index][~mask].any() for column in columns)
     return rows
 
 
@@ -43,18 +44,18 @@ def assert_rows_close(got: list[tuple[Tensor, ...]], expected: list[Any]) -> Non
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_scores_equal_a_plain_forward_pass(
+def test_scores_equal_those_of_a_plain_forward_pass(
     family: str, temperature: float, new_model: Any, ragged_pairs: Any, plain_scores: Any
 ) -> None:
     model, pairs = new_model(family), ragged_pairs(6)
     with torch.no_grad():
         expected = [plain_scores(model, *pair, temperature) for pair in pairs]
-        for micro_batch_tokens, head_tokens in CUTS:
+        for micro_batch_tokens, head_tokens in LIMITS:
             policy = Policy(model, micro_batch_tokens, head_tokens)
             assert_rows_close(scored_rows(policy, pairs, temperature), expected)
 
 
-def test_the_models_here_are_far_from_uniform(
+def test_the_test_models_are_far_from_uniform(
     new_model: Any, ragged_pairs: Any, plain_scores: Any
 ) -> None:
     with torch.no_grad():
@@ -63,15 +64,15 @@ def test_the_models_here_are_far_from_uniform(
     assert logprobs.std() > 1
 
 
-@pytest.mark.parametrize(("family", "bend"), [
+@pytest.mark.parametrize(("family", "transform"), [
     ("gemma2", {"final_logit_softcapping": 1.5, "query_pre_attn_scalar": 16}),
     ("granite", {"logits_scaling": 3.0}),
     ("cohere", {"logit_scale": 0.2}),
 ])  # fmt: skip
-def test_families_that_bend_their_logits_in_a_known_way(
-    family: str, bend: dict[str, float], new_model: Any, ragged_pairs: Any, plain_scores: Any
+def test_softcaps_and_scales_of_logits_are_applied(
+    family: str, transform: dict[str, float], new_model: Any, ragged_pairs: Any, plain_scores: Any
 ) -> None:
-    model, pairs = new_model(family, **bend), ragged_pairs(5)
+    model, pairs = new_model(family, **transform), ragged_pairs(5)
     with torch.no_grad():
         expected = [plain_scores(model, *pair, 0.8) for pair in pairs]
         got = scored_rows(Policy(model, 60, 5), pairs, 0.8)
@@ -82,7 +83,7 @@ def test_families_that_bend_their_logits_in_a_known_way(
 
 
 class Doubling(LlamaForCausalLM):
-    """Bends its logits in a way that no field of its config tells."""
+    """Transforms its logits without mentioning it in the config."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)
@@ -90,15 +91,15 @@ class Doubling(LlamaForCausalLM):
         return output
 
 
-def test_a_family_that_bends_its_logits_in_an_unknown_way_is_refused(new_model: Any) -> None:
+def test_an_unknown_transformation_of_logits_is_refused(new_model: Any) -> None:
     model = new_model("llama")
     model.__class__ = Doubling
-    with pytest.raises(UserError, match="Doubling changes its logits"):
+    with pytest.raises(UserError, match="Doubling is not supported: it transforms its logits"):
         Policy(model)
 
 
 def weighted_sum(scores: Any, weights: Tensor) -> Tensor:
-    """Something that every score has a part in; `weights` is [3, T]."""
+    """Return a scalar to which every score contributes; `weights` is [3, T]."""
     return sum((weight * column).sum() for weight, column in zip(weights, scores, strict=True))  # type: ignore[return-value]
 
 
@@ -112,7 +113,7 @@ def token_weights(pairs: Pairs) -> list[Tensor]:
 def plain_gradient(
     model: Any, pairs: Pairs, weights: list[Tensor], plain_scores: Any
 ) -> dict[str, Tensor]:
-    """In float64, one row after another."""
+    """Compute the gradient in float64, row by row."""
     copied = copy.deepcopy(model).double()
     copied.zero_grad()
     for pair, weight in zip(pairs, weights, strict=True):
@@ -124,8 +125,8 @@ def loss_of(weights: list[Tensor]) -> Callable[[MicroBatch, Scores], Tensor]:
     def loss(batch: MicroBatch, scores: Scores) -> Tensor:
         columns = (scores.logprobs, scores.entropies, scores.complements)
         return sum(  # type: ignore[return-value]
-            weighted_sum([column[place][batch.mask[place]] for column in columns], weights[row])
-            for place, row in enumerate(batch.rows)
+            weighted_sum([column[index][batch.mask[index]] for column in columns], weights[row])
+            for index, row in enumerate(batch.rows)
         )
 
     return loss
@@ -139,7 +140,7 @@ def assert_gradients_close(got: dict[str, Tensor], expected: dict[str, Tensor]) 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_equal_those_of_plain_logits(
+def test_gradients_equal_those_of_full_logits(
     family: str, new_model: Any, ragged_pairs: Any, plain_scores: Any
 ) -> None:
     model, pairs = new_model(family), ragged_pairs(5)
@@ -151,7 +152,9 @@ def test_gradients_equal_those_of_plain_logits(
         assert_gradients_close(got, expected)
 
 
-def test_backward_equals_gradient(new_model: Any, ragged_pairs: Any, plain_scores: Any) -> None:
+def test_backward_gives_the_result_of_gradient(
+    new_model: Any, ragged_pairs: Any, plain_scores: Any
+) -> None:
     model, pairs = new_model("qwen3"), ragged_pairs(5)
     weights, policy = token_weights(pairs), Policy(model, 40, 7)
     expected = plain_gradient(model, pairs, weights, plain_scores)
@@ -162,12 +165,12 @@ def test_backward_equals_gradient(new_model: Any, ragged_pairs: Any, plain_score
     )
 
 
-@pytest.mark.parametrize("held", [False, True])
-def test_gradient_leaves_weights_and_grad_fields_alone(
-    held: bool, new_model: Any, ragged_pairs: Any, fingerprint: Any
+@pytest.mark.parametrize("has_grad", [False, True])
+def test_gradient_keeps_weights_and_grad_fields(
+    has_grad: bool, new_model: Any, ragged_pairs: Any, fingerprint: Any
 ) -> None:
     model, pairs = new_model("llama"), ragged_pairs(5)
-    if held:
+    if has_grad:
         for weight in model.parameters():
             weight.grad = torch.full_like(weight, 0.25)
     before = fingerprint([(weight, weight.grad) for weight in model.parameters()])
@@ -178,7 +181,7 @@ def test_gradient_leaves_weights_and_grad_fields_alone(
     assert fingerprint(first) == fingerprint(second)
 
 
-def test_a_micro_batch_without_loss_adds_nothing(new_model: Any, ragged_pairs: Any) -> None:
+def test_a_micro_batch_without_a_loss_adds_nothing(new_model: Any, ragged_pairs: Any) -> None:
     pairs = ragged_pairs(6)
     policy, weights = Policy(new_model("llama"), 1), token_weights(pairs)
     loss = loss_of(weights)
@@ -191,7 +194,7 @@ def test_a_micro_batch_without_loss_adds_nothing(new_model: Any, ragged_pairs: A
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_other_weights_score_as_a_model_that_holds_them(
+def test_other_weights_score_like_a_model_with_these_weights(
     family: str, new_model: Any, ragged_pairs: Any, plain_scores: Any, fingerprint: Any
 ) -> None:
     model, other, pairs = new_model(family), new_model(family, seed=1), ragged_pairs(6)
@@ -208,25 +211,25 @@ def test_other_weights_score_as_a_model_that_holds_them(
     assert fingerprint(list(model.parameters())) == before
 
 
-def test_weights_are_named_once_and_detached(new_model: Any) -> None:
+def test_named_weights_yields_each_weight_once_and_detached(new_model: Any) -> None:
     for family, tied in (("qwen3", True), ("llama", False)):
         weights = dict(Policy(new_model(family)).named_weights())
         assert ("lm_head.weight" in weights) is not tied
         assert not any(weight.requires_grad for weight in weights.values())
 
 
-def test_the_policy_lives_in_fp32(new_model: Any) -> None:
+def test_the_policy_is_converted_to_fp32(new_model: Any) -> None:
     policy = Policy(new_model("llama").bfloat16())
     assert {weight.dtype for _, weight in policy.named_weights()} == {torch.float32}
 
 
 def test_a_dominant_token_has_a_finite_complement(new_model: Any, ragged_pairs: Any) -> None:
-    """Cold enough for p to round to 1: log(1 − p) comes from the other tokens, with a gradient."""
+    """At a low temperature p rounds to 1, but log(1 − p) is finite and has a gradient."""
     policy, pairs = Policy(new_model("llama")), ragged_pairs(1)
     prompt = pairs[0][0]
     with torch.no_grad():
-        likeliest = int(policy.model(torch.tensor([prompt.token_ids])).logits[0, -1].argmax())
-    (batch,) = policy.micro_batches([(prompt, Completion((likeliest,), (0.0,), "", True))])
+        most_likely = int(policy.model(torch.tensor([prompt.token_ids])).logits[0, -1].argmax())
+    (batch,) = policy.micro_batches([(prompt, Completion((most_likely,), (0.0,), "", True))])
     scores = policy.score(batch, 0.005)
     assert scores.logprobs.item() == 0.0
     assert -10_000 < scores.complements.item() < -17
@@ -235,8 +238,8 @@ def test_a_dominant_token_has_a_finite_complement(new_model: Any, ragged_pairs: 
     assert max(gradient.abs().max().item() for gradient in gradients) > 1
 
 
-def test_gradients_under_other_weights_are_theirs(demo_copy: Any, ragged_pairs: Any) -> None:
-    """The head is computed again in the backward pass, when θ is back in place: that must not matter."""
+def test_gradients_under_other_weights(demo_copy: Any, ragged_pairs: Any) -> None:
+    """The backward pass recomputes logits after θ is back; it must still use the other weights."""
     policy, pairs = Policy(demo_copy), ragged_pairs(3)
     others = {name: (1.5 * weight).requires_grad_() for name, weight in policy.named_weights()}
     moved = Policy(copy.deepcopy(demo_copy))
@@ -251,27 +254,21 @@ def test_gradients_under_other_weights_are_theirs(demo_copy: Any, ragged_pairs: 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_reference_with_bf16_matrices_scores_as_fp32_weights_do_under_autocast(
+def test_bf16_matrices_score_like_fp32_weights_under_autocast(
     family: str, new_model: Any, ragged_pairs: Any
 ) -> None:
     model, pairs = new_model(family), ragged_pairs(6)
     for weight in model.parameters():
         if weight.ndim > 1:
-            weight.data = weight.data.bfloat16().float()  # as if it had been published in bf16
-    held = Policy(copy.deepcopy(model), 60, 7, dtype=torch.bfloat16)
-    exact, whole = (
-        Policy(copy.deepcopy(model), 60, 7),
-        Policy(model, 60, 7, compute=torch.bfloat16),
-    )  # as on a GPU
-    assert {weight.dtype for weight in held.model.parameters() if weight.ndim > 1} == {
-        torch.bfloat16
-    }
-    assert {weight.dtype for weight in held.model.parameters() if weight.ndim == 1} == {
-        torch.float32
-    }
+            weight.data = weight.data.bfloat16().float()  # as if published in bf16
+    reference = Policy(copy.deepcopy(model), 60, 7, matrix_dtype=torch.bfloat16)
+    exact = Policy(copy.deepcopy(model), 60, 7)
+    autocast = Policy(model, 60, 7, compute_dtype=torch.bfloat16)  # as on a GPU
+    for weight in reference.model.parameters():
+        assert weight.dtype == (torch.bfloat16 if weight.ndim > 1 else torch.float32)
     with torch.no_grad():
-        rows = [scored_rows(policy, pairs, 1.0) for policy in (held, whole, exact)]
-        for ours, theirs, unrounded in zip(*rows, strict=True):
-            for column, other, third in zip(ours, theirs, unrounded, strict=True):
-                assert torch.equal(column, other)
-                assert not torch.equal(column, third)
+        rows = [scored_rows(policy, pairs, 1.0) for policy in (reference, autocast, exact)]
+    for columns in zip(*rows, strict=True):
+        for of_reference, of_autocast, of_exact in zip(*columns, strict=True):
+            assert torch.equal(of_reference, of_autocast)
+            assert not torch.equal(of_reference, of_exact)

