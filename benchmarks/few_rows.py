@@ -1,13 +1,14 @@
-"""A decode step with few live rows: its matrix products, its attention and its draw, against the time to read what they
-read.
+"""Times the parts of a decode step with few rows: matrix products, attention and token sampling.
 
-    python benchmarks/few_rows.py  # products of two shapes, and draws
-    python benchmarks/few_rows.py --attention 3B  # by how it is split among programs
-    python benchmarks/few_rows.py --profile 3B --compiled [--unpacked]  # the kernels of one step of the engine
+    python benchmarks/few_rows.py  # products of two shapes, and token sampling
+    python benchmarks/few_rows.py --attention 3B  # attention, by how it is split among programs
+    python benchmarks/few_rows.py --profile 3B --compiled [--unfused]  # kernels of one decode step
 
-Products run in CUDA graphs, each over copies of its matrix that do not fit into the card's cache together. A cell is
-microseconds and the share of the measured copy rate. `q+k+v` and `gate+up` are one product for all of them, as compiled
-layers of the engine compute it (`rollout/packed.py`) unless the profile is to be `--unpacked`.
+Each time is compared with the time to read the same bytes at the measured copy rate: a cell shows
+microseconds and the share of that rate. Products run in CUDA graphs, each over several copies of
+its weights, which together do not fit into the GPU's cache. `q+k+v` and `gate+up` are fused
+products, as compiled layers of the engine compute them (`rollout/fused_linear.py`). `--unfused`
+profiles compiled layers without them.
 """
 
 from __future__ import annotations
@@ -28,36 +29,38 @@ from torch.nn.functional import linear
 from eepo import kernels
 from eepo.kernels.row_state import Outputs, RowState
 from eepo.model.compilation import compile_layers
-from eepo.model.lm_head import wide_product
-from eepo.rollout.fused_linear import compile_packed
-from eepo.rollout.paged.cuda_graphs import Buffers
-from eepo.rollout.paged.scheduler import AHEAD, PAGE
+from eepo.model.lm_head import matmul_fp32
+from eepo.rollout.fused_linear import compile_fused
+from eepo.rollout.paged.cuda_graphs import BufferSizes, DecodeBuffers
+from eepo.rollout.paged.scheduler import PAGE_SIZE, STEPS_AHEAD
 
-SPREAD = 256 << 20  # bytes of copies: five times an H200's cache
+COPY_BYTES = 256 << 20  # of all copies of a matrix: five times the cache of an H200
 MAX_COPIES = 96
-CONTEXTS = (
-    "8:1800,16:1200,32:900,64:700,128:600,256:450,512:320,1024:200,1024:380"  # as a long tail goes
+NO_LIMIT = 1 << 40  # tokens
+# Rows and context lengths, as they occur with long-tailed completion lengths.
+CONTEXTS = "8:1800,16:1200,32:900,64:700,128:600,256:450,512:320,1024:200,1024:380"
+SPLITS = (
+    "256:16:4:3,512:16:4:3,1024:16:4:3,2048:16:4:3,1024:32:4:3,"
+    "1024:16:2:3,1024:16:8:3,1024:16:4:2,1024:16:4:4,1024:16:4:5"
 )
-WAYS = ("256:16:4:3,512:16:4:3,1024:16:4:3,2048:16:4:3,1024:32:4:3,1024:16:2:3,1024:16:8:3,1024:16:4:2,1024:16:4:4,"
-        "1024:16:4:5")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Product:
+    """One matrix product of a decode step: rows [N, inputs] times weights [inputs, outputs]."""
+
     name: str
-    num_columns: int
-    length: int
+    num_outputs: int
+    num_inputs: int
     bias: bool = False
-    per_step: int = 1  # how often, as the model asks
-    packed_per_step: int = 1  # how often, if products with the same input are one
+    per_step: int = 1  # how often a step computes it without fusion
+    per_fused_step: int = 1  # how often a step computes it with fusion
 
     def num_bytes(self, num_rows: int) -> int:
-        moved = (
-            self.num_columns * self.length + num_rows * self.length + num_rows * self.num_columns
-        )
-        return 2 * moved + (
-            2 * num_rows * self.num_columns if self.name == "head" else 0
-        )  # its logits are fp32
+        """Return the bytes that are read and written, in bf16; logits are fp32."""
+        num_results = num_rows * self.num_outputs
+        moved = self.num_outputs * self.num_inputs + num_rows * self.num_inputs + num_results
+        return 2 * moved + (2 * num_results if self.name == "head" else 0)
 
 
 def products_of(shape: str) -> list[Product]:
@@ -79,115 +82,121 @@ def products_of(shape: str) -> list[Product]:
 # --- timing
 
 
-def microseconds(
-    works: Sequence[Callable[[], Any]], device: torch.device, before: Callable[[], Any]
+def median_microseconds(
+    calls: Sequence[Callable[[], Any]], device: torch.device, before: Callable[[], Any]
 ) -> float:
-    """Of one of `works`, in one graph of all of them; the median of a few replays, each after `before`."""
+    """Return the time of one call, if all `calls` run in one CUDA graph.
 
-    def all_of_them() -> None:
-        for work in works:
-            work()
+    Takes the median of a few replays. `before` runs before each of them.
+    """
 
-    works[0]()  # compiles
-    play: Callable[[], Any] = all_of_them
+    def run_all() -> None:
+        for call in calls:
+            call()
+
+    calls[0]()  # compiles
+    replay: Callable[[], Any] = run_all
     if device.type == "cuda":
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            all_of_them()
-        play = graph.replay
-    taken = []
+            run_all()
+        replay = graph.replay
+    seconds = []
     for _ in range(5):
         before()
-        taken.append(_seconds(play, device))
-    return 1e6 * statistics.median(taken[1:]) / len(works)
+        seconds.append(_seconds(replay, device))
+    return 1e6 * statistics.median(seconds[1:]) / len(calls)
 
 
-def _seconds(work: Callable[[], Any], device: torch.device) -> float:
-    """By the card's clock, where there is one."""
+def _seconds(call: Callable[[], Any], device: torch.device) -> float:
+    """Time one call, with CUDA events on a GPU."""
     if device.type != "cuda":
         started = time.perf_counter()
-        work()
+        call()
         return time.perf_counter() - started
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    work()
+    call()
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / 1000
 
 
-# --- products
+def _num_copies(num_bytes: int, device: torch.device) -> int:
+    """Return how many copies of `num_bytes` each exceed the GPU's cache."""
+    return max(2, min(MAX_COPIES, -(-COPY_BYTES // num_bytes))) if device.type == "cuda" else 1
+
+
+def _cell(microseconds: float, num_bytes: int, rate: float) -> str:
+    share = num_bytes / rate / (microseconds * 1e-6)
+    return f"{microseconds:.1f} ({100 * share:.0f} %)"
+
+
+# --- matrix products
 
 
 def product_table(shape: str, args: argparse.Namespace, device: torch.device, rate: float) -> str:
     rows, times = [], {}
     for product in products_of(shape):
-        matrices, bias = _copies(product, device)
+        matrices, bias = _weights(product, device)
         for num_rows in map(int, args.rows.split(",")):
-            taken = times[product, num_rows] = _product_microseconds(
-                product, num_rows, matrices, bias, device
-            )
-            share = product.num_bytes(num_rows) / rate / (taken * 1e-6)
-            rows.append([product.name, num_rows, f"{taken:.1f} ({100 * share:.0f} %)"])
+            taken = _time_product(product, num_rows, matrices, bias, device)
+            times[product, num_rows] = taken
+            cell = _cell(taken, product.num_bytes(num_rows), rate)
+            rows.append([product.name, num_rows, cell])
         del matrices
-    listed = shapes.table(["product", "rows", "torch"], rows)
-    return f"\n{shape}, microseconds (share of the copy rate)\n{listed}\n\n{_step_table(shape, times, args)}"
+    table = shapes.table(["product", "rows", "torch"], rows)
+    title = f"\n{shape}, microseconds (share of the copy rate)"
+    return f"{title}\n{table}\n\n{_step_table(shape, times, args)}"
 
 
 def _step_table(shape: str, times: dict[Any, float], args: argparse.Namespace) -> str:
-    """Of all products of a step: one by one, and with those of one input as one."""
+    """Add up all products of a decode step, without and with fusion."""
     rows = []
     for num_rows in map(int, args.rows.split(",")):
-        taken = {one: times[one, num_rows] for one in products_of(shape)}
-        apart = sum(each * one.per_step for one, each in taken.items())
-        packed = sum(each * one.packed_per_step for one, each in taken.items())
-        rows.append([num_rows, f"{apart / 1000:.2f}", f"{packed / 1000:.2f}"])
-    return f"{shape}, ms a step, products alone\n" + shapes.table(["rows", "torch", "packed"], rows)
+        products = products_of(shape)
+        unfused = sum(times[p, num_rows] * p.per_step for p in products)
+        fused = sum(times[p, num_rows] * p.per_fused_step for p in products)
+        rows.append([num_rows, f"{unfused / 1000:.2f}", f"{fused / 1000:.2f}"])
+    table = shapes.table(["rows", "unfused", "fused"], rows)
+    return f"{shape}, ms per step, products only\n{table}"
 
 
-def _copies(product: Product, device: torch.device) -> tuple[list[Tensor], Tensor | None]:
-    """Random: a card that multiplies zeros draws less power, and is faster."""
-    each = 2 * product.num_columns * product.length
-    number = max(2, min(MAX_COPIES, -(-SPREAD // each))) if device.type == "cuda" else 1
-    size = product.num_columns, product.length
+def _weights(product: Product, device: torch.device) -> tuple[list[Tensor], Tensor | None]:
+    """Return copies of random weights. With zeros a GPU draws less power and is faster."""
+    size = product.num_outputs, product.num_inputs
+    number = _num_copies(2 * product.num_outputs * product.num_inputs, device)
     matrices = [torch.randn(size, device=device, dtype=torch.bfloat16) for _ in range(number)]
-    return matrices, torch.randn(
-        size[0], device=device, dtype=torch.bfloat16
-    ) if product.bias else None
+    bias = torch.randn(size[0], device=device, dtype=torch.bfloat16)
+    return matrices, bias if product.bias else None
 
 
-def _product_microseconds(
+def _time_product(
     product: Product,
     num_rows: int,
     matrices: list[Tensor],
     bias: Tensor | None,
     device: torch.device,
 ) -> float:
-    x = torch.randn(num_rows, product.length, device=device, dtype=torch.bfloat16)
-    multiply = wide_product if product.name == "head" else partial(_linear, bias=bias)
-    return microseconds([partial(multiply, x, matrix) for matrix in matrices], device, lambda: None)
-
-
-def _linear(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-    return linear(x, matrix, bias)
+    x = torch.randn(num_rows, product.num_inputs, device=device, dtype=torch.bfloat16)
+    multiply = matmul_fp32 if product.name == "head" else partial(linear, bias=bias)
+    calls = [partial(multiply, x, matrix) for matrix in matrices]
+    return median_microseconds(calls, device, lambda: None)
 
 
 # --- attention
 
 
 def attention_table(args: argparse.Namespace, device: torch.device, rate: float) -> str:
-    """A column for each way: programs to have at least, most splits of a row, warps, stages."""
-    ways = [tuple(map(int, way.split(":"))) for way in args.ways.split(",")]
+    """Compare splits, one column each: minimal programs, maximal splits of a row, warps, stages."""
+    all_splits = [tuple(map(int, splits.split(":"))) for splits in args.splits.split(",")]
     lines = []
     for case in args.contexts.split(","):
         num_rows, length = map(int, case.split(":"))
-        given, num_bytes = _attention_inputs(args.attention, num_rows, length, device)
-        cells = []
-        for way in ways:
-            taken = _attention_microseconds(given, way, device)
-            cells.append(f"{taken:.1f} ({100 * num_bytes / rate / (taken * 1e-6):.0f} %)")
-        lines.append([num_rows, length, *cells])
-    head = ["rows", "tokens", *args.ways.split(",")]
+        inputs, num_bytes = _attention_inputs(args.attention, num_rows, length, device)
+        times = [_time_attention(inputs, splits, device) for splits in all_splits]
+        lines.append([num_rows, length, *(_cell(taken, num_bytes, rate) for taken in times)])
+    head = ["rows", "tokens", *args.splits.split(",")]
     title = f"attention of one layer, {args.attention}, microseconds (share of the copy rate)"
     return f"\n{title}\n{shapes.table(head, lines)}"
 
@@ -195,184 +204,184 @@ def attention_table(args: argparse.Namespace, device: torch.device, rate: float)
 def _attention_inputs(
     shape: str, num_rows: int, length: int, device: torch.device
 ) -> tuple[list[tuple[Tensor, ...]], int]:
-    """Of as many layers as the card's cache cannot hold, and the bytes that one of them reads."""
+    """Return inputs of more layers than the GPU cache holds, and the bytes that a layer reads."""
     config = shapes.config(shape)
     size, heads = config.hidden_size // config.num_attention_heads, config.num_key_value_heads
-    width = length // PAGE + 1
+    width = length // PAGE_SIZE + 1
     num_bytes = 2 * 2 * num_rows * length * heads * size
-    number = max(2, min(MAX_COPIES, -(-SPREAD // num_bytes))) if device.type == "cuda" else 1
-    tables = torch.randperm(num_rows * width, device=device).view(num_rows, width).int()
+    page_tables = torch.randperm(num_rows * width, device=device).view(num_rows, width).int()
     positions = torch.full((num_rows,), length, device=device)
 
-    def some(*sizes: int) -> Tensor:
+    def random(*sizes: int) -> Tensor:
         return torch.randn(sizes, device=device, dtype=torch.bfloat16)
 
-    query = some(num_rows, config.num_attention_heads, size)
-    new = [some(num_rows, heads, size) for _ in range(2)]
-    pools = [[some(num_rows * width, heads, PAGE, size) for _ in range(2)] for _ in range(number)]
-    return [(query, *new, *pool, tables, positions) for pool in pools], num_bytes
+    query = random(num_rows, config.num_attention_heads, size)
+    new = [random(num_rows, heads, size) for _ in range(2)]
+    layers = [
+        [random(num_rows * width, heads, PAGE_SIZE, size) for _ in range(2)]
+        for _ in range(_num_copies(num_bytes, device))
+    ]
+    return [(query, *new, *pages, page_tables, positions) for pages in layers], num_bytes
 
 
-def _attention_microseconds(
-    given: list[tuple[Tensor, ...]], way: tuple[int, ...], device: torch.device
+def _time_attention(
+    inputs: list[tuple[Tensor, ...]], splits: tuple[int, ...], device: torch.device
 ) -> float:
-    attention = kernels.chosen("paged_attention", device)
+    attention = kernels.select("paged_attention", device)
     if device.type == "cuda":
         from eepo.kernels import paged_attention as module
 
-        module.PROGRAMS, module.MOST_SPLITS, module.WARPS, module.STAGES = way
-    return microseconds([partial(attention, *one, 0.1) for one in given], device, lambda: None)
+        module.PROGRAMS, module.MAX_SPLITS, module.WARPS, module.STAGES = splits
+    calls = [partial(attention, *layer, 0.1) for layer in inputs]
+    return median_microseconds(calls, device, lambda: None)
 
 
-# --- draws
+# --- token sampling
 
 
-def draw_table(args: argparse.Namespace, device: torch.device, rate: float) -> str:
+def sampling_table(args: argparse.Namespace, device: torch.device, rate: float) -> str:
     lines = []
-    for num_rows in map(int, args.draws.split(",")):
-        taken = _draw_microseconds(num_rows, device)
-        share = num_rows * shapes.VOCABULARY * 4 / rate / (taken * 1e-6)
-        lines.append([num_rows, f"{taken:.1f} ({100 * share:.0f} %)"])
-    return (
-        f"\ndraws, microseconds (share of the copy rate)\n{shapes.table(['rows', 'draw'], lines)}"
-    )
+    for num_rows in map(int, args.sampling_rows.split(",")):
+        taken = _time_sampling(num_rows, device)
+        lines.append([num_rows, _cell(taken, num_rows * shapes.VOCABULARY * 4, rate)])
+    table = shapes.table(["rows", "sampling"], lines)
+    return f"\ntoken sampling, microseconds (share of the copy rate)\n{table}"
 
 
-def _draw_microseconds(num_rows: int, device: torch.device, repeats: int = 20) -> float:
-    draw = kernels.chosen("sample_tokens", device)
-    state, outputs = RowState.of(num_rows, device), _outputs(num_rows, repeats + 1, device)
-    every, temperature = torch.arange(num_rows, device=device), torch.ones(1, device=device)
-    state.outputs.copy_(every)
-    state.keys.copy_(every * 7919)
-    state.limits.fill_(1 << 40)
+def _time_sampling(num_rows: int, device: torch.device, repeats: int = 20) -> float:
+    sample_tokens = kernels.select("sample_tokens", device)
+    state, outputs = RowState.empty(num_rows, device), _outputs(num_rows, repeats + 1, device)
+    slots, inverse_temperature = torch.arange(num_rows, device=device), torch.ones(1, device=device)
+    state.outputs.copy_(slots)
+    state.keys.copy_(slots * 7919)
+    state.limits.fill_(NO_LIMIT)
     state.live.fill_(1)
-    num_copies = max(2, min(repeats, -(-SPREAD // (num_rows * shapes.VOCABULARY * 4))))
+    num_copies = max(2, min(repeats, -(-COPY_BYTES // (num_rows * shapes.VOCABULARY * 4))))
     logits = [
         3 * torch.randn(num_rows, shapes.VOCABULARY, device=device) for _ in range(num_copies)
     ]
-    ends = torch.full((1,), -1, device=device)
-    works = [
-        partial(draw, logits[turn % num_copies], every, every, temperature, ends, state, outputs)
+    end_tokens = torch.full((1,), -1, device=device)
+    options = slots, slots, inverse_temperature, end_tokens, state, outputs
+    calls = [
+        partial(sample_tokens, logits[turn % num_copies], *options)
         for turn in range(repeats if device.type == "cuda" else 1)
     ]
-    return microseconds(works, device, state.num_drawn.zero_)
+    return median_microseconds(calls, device, state.num_sampled.zero_)
 
 
-def _outputs(num_lines: int, width: int, device: torch.device) -> Outputs:
-    whole = [
-        torch.zeros(num_lines, width, dtype=kind, device=device)
-        for kind in (torch.int32, *[torch.float32] * 2)
+def _outputs(num_rows: int, width: int, device: torch.device) -> Outputs:
+    matrices = [
+        torch.zeros(num_rows, width, dtype=dtype, device=device)
+        for dtype in (torch.int32, torch.float32, torch.float32)
     ]
-    return Outputs(*whole, *torch.zeros(2, num_lines, dtype=torch.int32, device=device))
+    return Outputs(*matrices, *torch.zeros(2, num_rows, dtype=torch.int32, device=device))
 
 
-# --- a step of the engine
+# --- a decode step of the engine
 
 
 def profile(args: argparse.Namespace, device: torch.device) -> None:
-    """Rows in the midst of things, each with pages of its own."""
-    sizes = [int(size) for size in args.profile_rows.split(",")]
-    most = max(sizes)
-    engine = shapes.Forced(shapes.new_model(args.profile, torch.bfloat16, device), most, {})
-    if problem := engine.unusable():
-        raise SystemExit(f"the paged engine cannot be used here: {problem}")
+    """Profile decode steps of rows that have `--length` tokens behind them."""
+    num_rows = [int(number) for number in args.profile_rows.split(",")]
+    num_slots = max(num_rows)
+    model = shapes.new_model(args.profile, torch.bfloat16, device)
+    engine = shapes.Forced(model, num_slots, {})
+    if reason := engine.unsupported_reason():
+        raise SystemExit(f"the paged engine does not support this model here: {reason}")
     if args.compiled:
-        (compile_layers if args.unpacked else compile_packed)(engine.model)
-    width = -(-(args.length + AHEAD) // PAGE) + 2
-    buffers = Buffers(engine, most * width + 1, most, args.length + PAGE, most, PAGE)
+        (compile_layers if args.unfused else compile_fused)(engine.model)
+    width = -(-(args.length + STEPS_AHEAD) // PAGE_SIZE) + 2
+    sizes = BufferSizes(num_slots, args.length + PAGE_SIZE, num_slots, PAGE_SIZE)
+    num_pages = num_slots * width + 1
+    kept = num_pages * engine.cache.page_bytes <= engine.keep_bytes
+    buffers = DecodeBuffers(engine.cache, engine.end_tokens, engine.graphs, sizes, num_pages, kept)
     buffers.reset(1.0)
-    buffers.tables[:, :width] = (
-        1 + torch.arange(most * width, device=device).view(most, width).int()
-    )
-    for num_rows in sizes:
-        _put_in_the_midst(buffers, args.length)
+    pages = 1 + torch.arange(num_slots * width, device=device)
+    buffers.page_tables[:, :width] = pages.view(num_slots, width).int()
+    for number in num_rows:
+        _set_state(buffers, args.length)
         with torch.inference_mode():
-            buffers.step(num_rows)  # captured
+            buffers.step(number)  # captures a graph
             buffers._graphs.clear()
-            buffers._memory = None  # it went with them
-            again = _seconds(partial(buffers.step, num_rows), device)  # as later calls do
-            _put_in_the_midst(buffers, args.length)
-            print(f"\ncaptured again and run in {1000 * again:.0f} ms")
-            _print_kernels(buffers, num_rows, args, device)
+            buffers._graph_memory = None  # it was freed with the graphs
+            seconds = _seconds(partial(buffers.step, number), device)  # as in later calls
+            _set_state(buffers, args.length)
+            print(f"\ncaptured again and run in {1000 * seconds:.0f} ms")
+            _print_kernels(buffers, number, args, device)
 
 
-def _put_in_the_midst(buffers: Any, length: int) -> None:
+def _set_state(buffers: DecodeBuffers, length: int) -> None:
+    """Put a live row with `length` cached tokens into every slot."""
     state = buffers.state
     state.positions.fill_(length)
-    state.num_drawn.zero_()
-    state.limits.fill_(1 << 40)
-    state.outputs.copy_(buffers.every)
+    state.num_sampled.zero_()
+    state.limits.fill_(NO_LIMIT)
+    state.outputs.copy_(buffers.all_slots)
     state.live.fill_(1)
 
 
-def _step_seconds(step: Callable[[], Any], device: torch.device, turns: int = 8) -> float:
-    """Of one of several in a row, as the engine queues them: the card does not wait for the host then."""
+def _step_seconds(step: Callable[[], Any], device: torch.device, num_steps: int = 8) -> float:
+    """Time one of several queued steps. As in the engine, the GPU does not wait for the host."""
 
     def several() -> None:
-        for _ in range(turns):
+        for _ in range(num_steps):
             step()
 
-    return _seconds(several, device) / turns
+    return _seconds(several, device) / num_steps
 
 
 def _print_kernels(
-    buffers: Any, num_rows: int, args: argparse.Namespace, device: torch.device, turns: int = 4
+    buffers: DecodeBuffers, num_rows: int, args: argparse.Namespace, device: torch.device
 ) -> None:
+    num_steps, on_gpu = 4, device.type == "cuda"
     step = partial(buffers.step, num_rows)
-    alone = statistics.median(_step_seconds(step, device) for _ in range(turns))
-    with torch.profiler.profile() as seen:
-        for _ in range(turns):
+    seconds = statistics.median(_step_seconds(step, device) for _ in range(num_steps))
+    with torch.profiler.profile() as profiler:
+        for _ in range(num_steps):
             step()
         shapes.wait(device)
-    on_card = device.type == "cuda"
     rows = []
-    for one in seen.key_averages():
-        taken = (one.self_device_time_total if on_card else one.self_cpu_time_total) / turns
-        if taken > 0 and (not on_card or one.device_type == torch.autograd.DeviceType.CUDA):
-            rows.append((taken, one.count / turns, one.key[:90]))
+    for event in profiler.key_averages():
+        total = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        if total > 0 and (not on_gpu or event.device_type == torch.autograd.DeviceType.CUDA):
+            rows.append((total / num_steps, event.count / num_steps, event.key[:90]))
     rows.sort(reverse=True)
     total, num_kernels = sum(row[0] for row in rows), sum(row[1] for row in rows)
-    way = (
-        ("compiled, " + ("unpacked" if args.unpacked else "packed"))
-        if args.compiled
-        else "not compiled"
+    fusion = "unfused" if args.unfused else "fused"
+    mode = f"compiled, {fusion}" if args.compiled else "not compiled"
+    mode += ", in a CUDA graph" if buffers.graphs.enabled else ", without a CUDA graph"
+    print(
+        f"\n{args.profile}, {num_rows} rows of {args.length} tokens, {mode}: "
+        f"{1000 * seconds:.2f} ms per step, {total / 1000:.2f} ms in {num_kernels:.0f} kernels"
     )
-    way += ", a graph replayed" if buffers.engine.graphs else ", not in a graph"
-    print(f"\n{args.profile}, {num_rows} rows of {args.length} tokens, {way}: "
-          f"{1000 * alone:.2f} ms a step, {total / 1000:.2f} ms of them in {num_kernels:.0f} kernels")  # fmt: skip
-    listed = [
+    lines = [
         [name, f"{count:g}", f"{taken:.1f}", f"{taken / count:.1f}"]
         for taken, count, name in rows[:30]
     ]
-    print(shapes.table(["kernel", "a step", "microseconds", "each"], listed), flush=True)
+    print(shapes.table(["kernel", "per step", "microseconds", "each"], lines), flush=True)
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shapes", default="3B,0.5B", help="of products; commas between")
-    parser.add_argument("--rows", default="8,16,32,64,128", help="of products")
-    parser.add_argument("--draws", default="8,64,256,1024", help="rows of draws")
-    parser.add_argument(
-        "--attention", choices=shapes.SHAPES, help="of this shape, and nothing else"
-    )
-    parser.add_argument(
-        "--contexts", default=CONTEXTS, help="of attention: rows:tokens, commas between"
-    )
-    parser.add_argument(
-        "--ways", default=WAYS, help="of attention: programs:splits:warps:stages, commas between"
-    )
-    parser.add_argument("--profile", choices=shapes.SHAPES, help="of this shape, and nothing else")
-    parser.add_argument("--profile-rows", default="8,64")
-    parser.add_argument("--compiled", action="store_true", help="layers of the profile")
-    parser.add_argument(
-        "--unpacked", action="store_true", help="each product of compiled layers by itself"
-    )
-    parser.add_argument(
-        "--length", type=int, default=500, help="tokens behind each row of the profile"
-    )
-    args = parser.parse_args()
+    add = parser.add_argument
+    add("--shapes", default="3B,0.5B", help="model shapes of the products, comma-separated")
+    add("--rows", default="8,16,32,64,128", help="rows of the products")
+    add("--sampling-rows", default="8,64,256,1024", help="rows of token sampling")
+    add("--attention", choices=shapes.SHAPES, help="time attention of this shape only")
+    add("--contexts", default=CONTEXTS, help="attention: rows:tokens, comma-separated")
+    add("--splits", default=SPLITS, help="attention: programs:splits:warps:stages, comma-separated")
+    add("--profile", choices=shapes.SHAPES, help="profile a decode step of this shape only")
+    add("--profile-rows", default="8,64", help="rows of the profiled steps")
+    add("--length", type=int, default=500, help="cached tokens per row of the profiled steps")
+    add("--compiled", action="store_true", help="compile the layers of the profiled model")
+    add("--unfused", action="store_true", help="compile without fused products")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if args.profile:
         profile(args, device)
@@ -382,7 +391,7 @@ def main() -> None:
     if args.attention:
         print(attention_table(args, device, rate))
         return
-    print(draw_table(args, device, rate), flush=True)
+    print(sampling_table(args, device, rate), flush=True)
     for shape in args.shapes.split(","):
         print(product_table(shape, args, device, rate), flush=True)
 

@@ -1,13 +1,13 @@
-"""Tokens a second of our engines and their peers, on one model, the same prompts and the same lengths, in one run.
+"""Tokens per second of the built-in engine and its peers, with the same model, prompts and lengths.
 
-    python benchmarks/rollout.py --shape 0.5B --cases fixed:1024:256,longtail:1024:2048,longtail:4096:2048
+    python benchmarks/rollout.py --shape 0.5B --cases fixed:1024:256,longtail:1024:2048
     python benchmarks/rollout.py --shape 3B --cases fixed:1024:256
 
-A case is lengths, completions, the most new tokens and, if not `--repeats`, how often it is repeated; at most `--rows`
-completions are live at a time. Lengths are forced: random weights never end. `generate` gets a stop for each row, vLLM
-its own limit for each request. All of them sample at temperature 1 and, but for `generate`, return the log-probability
-of each token. The floor counts matrix work at the measured matrix rate and cache, weights and logits at the measured
-copy rate, one after the other.
+A case is kind:completions:max_new_tokens[:repeats]. At most `--rows` completions run at a time.
+Lengths are forced, since random weights never end: `generate` gets a stopping criterion per row,
+vLLM a limit per request. All engines sample at temperature 1. All but `generate` return the
+log-probability of each token. The roofline is a lower bound of the time: matrix products at the
+measured matrix rate, then KV cache, weights and logits at the measured copy rate.
 """
 
 from __future__ import annotations
@@ -27,96 +27,102 @@ from typing import Any
 import shapes
 import torch
 
-from eepo.rollout.fused_linear import compile_packed
+from eepo.rollout.fused_linear import compile_fused
 from eepo.rollout.transformers import TransformersEngine
-from eepo.types import Prompt, Sampling
+from eepo.types import Completion, Prompt, Sampling
+
+HEADER = ["engine", "tokens/s", "ms per step", "share of the roofline", "GB", "first call, s"]
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is to be sampled."""
+    """The completions to sample."""
 
     kind: str  # fixed | longtail
-    count: int
-    new: int
+    num_completions: int
+    max_new_tokens: int
     prompts: list[Prompt]
-    lengths: list[int]
-    samples: int  # of each prompt
+    lengths: list[int]  # of the completions
+    num_samples: int  # per prompt
     repeats: int
 
     @classmethod
-    def of(cls, text: str, args: argparse.Namespace) -> Case:
-        kind, count, new, *repeats = text.split(":")
-        lengths = [int(new)] * int(count)
+    def parse(cls, text: str, args: argparse.Namespace) -> Case:
+        kind, count, max_new_tokens, *repeats = text.split(":")
+        lengths = [int(max_new_tokens)] * int(count)
         if kind == "longtail":
-            lengths = shapes.long_tail(int(count), args.mean, int(new))
-        prompts = shapes.prompts(int(count) // args.samples, args.prompt)
+            lengths = shapes.long_tail(int(count), args.mean, int(max_new_tokens))
         return cls(
-            kind,
-            int(count),
-            int(new),
-            prompts,
-            lengths,
-            args.samples,
-            int(repeats[0] if repeats else args.repeats),
+            kind=kind,
+            num_completions=int(count),
+            max_new_tokens=int(max_new_tokens),
+            prompts=shapes.prompts(int(count) // args.samples, args.prompt),
+            lengths=lengths,
+            num_samples=args.samples,
+            repeats=int(repeats[0] if repeats else args.repeats),
         )
 
-    def steps(self, rows: int) -> float:
-        """The fewest that are needed."""
-        return max(max(self.lengths), sum(self.lengths) / rows)
+    def min_steps(self, num_rows: int) -> float:
+        """Return the fewest decode steps that can sample all completions."""
+        return max(max(self.lengths), sum(self.lengths) / num_rows)
 
 
-Sampler = Callable[[Case], int]  # does it, and returns how many tokens there were
+Sampler = Callable[[Case], int]  # samples a case and returns the number of tokens
 
 
-def ours(model: Any, args: argparse.Namespace, cases: list[Case], compiled: bool) -> Sampler | None:
-    own = copy.deepcopy(model)
-    engine = shapes.Forced(own, args.rows, {})
-    problem = engine.unusable()
-    if problem:
-        sys.exit(f"the paged engine cannot be used here: {problem}")
-    if compiled and not compile_packed(own):
+def paged_engine(
+    model: Any, args: argparse.Namespace, cases: list[Case], compiled: bool
+) -> Sampler | None:
+    rollout_model = copy.deepcopy(model)
+    engine = shapes.Forced(rollout_model, args.rows, {})
+    reason = engine.unsupported_reason()
+    if reason:
+        sys.exit(f"the paged engine does not support this model here: {reason}")
+    if compiled and not compile_fused(rollout_model):
         return None
 
     def run(case: Case) -> int:
-        rows = (
-            (case.prompts[place // case.samples].id, place % case.samples)
-            for place in range(case.count)
-        )
+        rows = [(prompt.id, s) for prompt in case.prompts for s in range(case.num_samples)]
         engine.lengths = dict(zip(rows, case.lengths, strict=True))
-        groups = engine.generate(case.prompts, case.samples, Sampling(1.0, case.new))
-        return sum(len(one.token_ids) for group in groups for one in group)
+        sampling = Sampling(1.0, case.max_new_tokens)
+        return _num_tokens(engine.generate(case.prompts, case.num_samples, sampling))
 
     return run
 
 
-def plain(model: Any, args: argparse.Namespace, cases: list[Case]) -> Sampler:
-    """The engine that runs everywhere; it knows no forced lengths."""
+def plain_engine(model: Any, args: argparse.Namespace, cases: list[Case]) -> Sampler:
+    """Use `TransformersEngine`, which cannot force lengths."""
     engine = TransformersEngine(copy.deepcopy(model), shapes.NoTokenizer(), max_rows=args.rows)
-    engine._eos.fill_(-1)
+    engine.end_tokens.fill_(-1)
 
     def run(case: Case) -> int:
-        groups = engine.generate(case.prompts, case.samples, Sampling(1.0, case.new))
-        return sum(len(one.token_ids) for group in groups for one in group)
+        sampling = Sampling(1.0, case.max_new_tokens)
+        return _num_tokens(engine.generate(case.prompts, case.num_samples, sampling))
 
     return run
+
+
+def _num_tokens(groups: list[list[Completion]]) -> int:
+    return sum(len(completion.token_ids) for group in groups for completion in group)
 
 
 def generate(model: Any, args: argparse.Namespace, cases: list[Case]) -> Sampler:
-    """`transformers`' own, batch after batch of `rows`."""
+    """Use `generate` of `transformers`, in batches of `--rows`."""
 
     def run(case: Case) -> int:
         ids = torch.tensor(
-            [p.token_ids for p in case.prompts for _ in range(case.samples)], device=model.device
+            [p.token_ids for p in case.prompts for _ in range(case.num_samples)],
+            device=model.device,
         )
-        limits = torch.tensor(case.lengths, device=model.device)
+        all_limits = torch.tensor(case.lengths, device=model.device)
         for start in range(0, len(ids), args.rows):
-            some, own = ids[start : start + args.rows], limits[start : start + args.rows]
-            stop = [lambda tokens, _scores, own=own, **_: tokens.shape[1] - args.prompt >= own]
+            batch = ids[start : start + args.rows]
+            limits = all_limits[start : start + args.rows]
+            stop = [lambda tokens, _, n=limits, **__: tokens.shape[1] - args.prompt >= n]
             model.generate(
-                some, attention_mask=torch.ones_like(some), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-                max_new_tokens=int(own.max()), eos_token_id=None, pad_token_id=0,
-                stopping_criteria=stop if case.kind != "fixed" else None,
+                batch, attention_mask=torch.ones_like(batch), do_sample=True, temperature=1.0,
+                top_k=0, top_p=1.0, max_new_tokens=int(limits.max()), eos_token_id=None,
+                pad_token_id=0, stopping_criteria=stop if case.kind != "fixed" else None,
             )  # fmt: skip
         return sum(case.lengths)
 
@@ -124,141 +130,151 @@ def generate(model: Any, args: argparse.Namespace, cases: list[Case]) -> Sampler
 
 
 def vllm(model: Any, args: argparse.Namespace, cases: list[Case]) -> Sampler:
-    """In process, its graphs on, with log-probabilities at the sampling temperature."""
+    """Use vLLM in this process, with CUDA graphs and log-probabilities."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     from vllm import LLM, SamplingParams, TokensPrompt
 
     folder = tempfile.mkdtemp()
     model.config.save_pretrained(folder)
+    longest = args.prompt + max(case.max_new_tokens for case in cases)
     engine = LLM(
-        folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_num_seqs=args.rows,
-        max_model_len=args.prompt + max(case.new for case in cases) + 8, gpu_memory_utilization=args.vllm_memory,
-        logprobs_mode="processed_logprobs", disable_log_stats=True,
+        folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
+        max_num_seqs=args.rows, max_model_len=longest + 8, disable_log_stats=True,
+        gpu_memory_utilization=args.vllm_memory, logprobs_mode="processed_logprobs",
     )  # fmt: skip
 
     def run(case: Case) -> int:
-        engine.reset_prefix_cache()  # as after every push of weights
-        asked = [
+        engine.reset_prefix_cache()  # as after every load of weights
+        requests = [
             TokensPrompt(prompt_token_ids=list(p.token_ids))
             for p in case.prompts
-            for _ in range(case.samples)
+            for _ in range(case.num_samples)
         ]
         options = {"temperature": 1.0, "ignore_eos": True, "logprobs": 0, "detokenize": False}
         params = [SamplingParams(max_tokens=length, **options) for length in case.lengths]
-        return sum(
-            len(one.outputs[0].token_ids) for one in engine.generate(asked, params, use_tqdm=False)
-        )
+        outputs = engine.generate(requests, params, use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
 
     return run
 
 
 PEERS: dict[str, Callable[..., Sampler | None]] = {
-    "eepo": partial(ours, compiled=False),
-    "eepo, compiled": partial(ours, compiled=True),
-    "eepo, plain": plain,
+    "eepo": partial(paged_engine, compiled=False),
+    "eepo, compiled": partial(paged_engine, compiled=True),
+    "eepo, plain": plain_engine,
     "generate": generate,
     "vllm": vllm,
 }
 
 
-def floor_seconds(
-    model: Any, args: argparse.Namespace, case: Case, matrix: float, copies: float
-) -> float:
-    """Of all decode steps, if every live row cost its matrix work and bytes, and the weights were read once a step."""
-    parameters, shape = shapes.num_parameters(model), model.config
-    head = shape.hidden_size // shape.num_attention_heads
-    cached = (
-        4 * shape.num_hidden_layers * shape.num_key_value_heads * head
-    )  # bytes a token, in bf16
-    tokens = sum(case.lengths)
-    looked_back = sum(n * args.prompt + n * (n + 1) // 2 for n in case.lengths)
-    logits = tokens * shape.vocab_size * 8  # fp32, written and read
-    moved = looked_back * cached + case.steps(args.rows) * 2 * parameters + logits
-    return tokens * 2 * parameters / matrix + moved / copies
+@dataclass(frozen=True)
+class Rates:
+    """Measured rates of the device."""
+
+    matrix: float  # FLOP/s
+    copy: float  # bytes/s
+
+
+def roofline_seconds(model: Any, args: argparse.Namespace, case: Case, rates: Rates) -> float:
+    """Return a lower bound for all decode steps: each step reads the weights once."""
+    num_parameters, config = shapes.num_parameters(model), model.config
+    head_dim = config.hidden_size // config.num_attention_heads
+    # Bytes of keys and values per token, in bf16.
+    cache_bytes = 4 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+    num_tokens = sum(case.lengths)
+    num_attended = sum(n * args.prompt + n * (n + 1) // 2 for n in case.lengths)
+    logits_bytes = num_tokens * config.vocab_size * 8  # fp32, written and read
+    weights_bytes = case.min_steps(args.rows) * 2 * num_parameters
+    moved = num_attended * cache_bytes + weights_bytes + logits_bytes
+    return num_tokens * 2 * num_parameters / rates.matrix + moved / rates.copy
 
 
 def measure(
-    sampler: Sampler, case: Case, args: argparse.Namespace, floor: float, device: torch.device
+    sampler: Sampler, case: Case, args: argparse.Namespace, roofline: float, device: torch.device
 ) -> list[str]:
-    """Tokens a second, ms a step, share of the floor, GB."""
+    """Run a case and return the columns of `HEADER` after the name."""
     started = time.perf_counter()
-    tokens = sampler(case)
+    num_tokens = sampler(case)
     shapes.wait(device)
     first = time.perf_counter() - started
     seconds = shapes.median_seconds(lambda: sampler(case), case.repeats, device, warm=0)
     memory = f"{torch.cuda.max_memory_allocated() / 1e9:.1f}" if device.type == "cuda" else ""
-    per_step = 1000 * seconds / case.steps(args.rows)
     return [
-        f"{tokens / seconds:,.0f}",
-        f"{per_step:.2f}",
-        f"{100 * floor / seconds:.0f} %",
+        f"{num_tokens / seconds:,.0f}",
+        f"{1000 * seconds / case.min_steps(args.rows):.2f}",
+        f"{100 * roofline / seconds:.0f} %",
         memory,
         f"{first:.1f}",
     ]
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", choices=shapes.SHAPES, default="0.5B")
-    parser.add_argument("--cases", default="fixed:1024:256", help="as above, commas between")
-    parser.add_argument("--rows", type=int, default=1024, help="live at a time")
-    parser.add_argument("--samples", type=int, default=8, help="of each prompt")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens")
-    parser.add_argument("--mean", type=float, default=208, help="of long-tailed lengths")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument(
-        "--peers", default="eepo;eepo, compiled;generate;vllm", help="semicolons between them"
-    )
-    parser.add_argument(
-        "--only-fixed", default="eepo, plain", help="peers that are left out of other cases"
-    )
-    parser.add_argument("--vllm-memory", type=float, default=0.5)
-    args = parser.parse_args()
+    add = parser.add_argument
+    add("--shape", choices=shapes.SHAPES, default="0.5B")
+    add("--cases", default="fixed:1024:256", help="see above, comma-separated")
+    add("--rows", type=int, default=1024, help="completions that run at a time")
+    add("--samples", type=int, default=8, help="completions per prompt")
+    add("--prompt", type=int, default=128, help="tokens per prompt")
+    add("--mean", type=float, default=208, help="mean of long-tailed lengths")
+    add("--repeats", type=int, default=3)
+    add("--peers", default="eepo;eepo, compiled;generate;vllm", help="semicolon-separated")
+    add("--only-fixed", default="eepo, plain", help="peers to skip in cases other than fixed")
+    add("--vllm-memory", type=float, default=0.5, help="share of the GPU's memory for vLLM")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    cases = [Case.of(text, args) for text in args.cases.split(",")]
+    cases = [Case.parse(text, args) for text in args.cases.split(",")]
     model = shapes.new_model(args.shape, torch.bfloat16, device)
-    rates = shapes.matrix_rate(device), shapes.copy_rate(device)
-    tables: dict[int, list[list[str]]] = {}
+    rates = Rates(shapes.matrix_rate(device), shapes.copy_rate(device))
+    rooflines = [roofline_seconds(model, args, case, rates) for case in cases]
+    tables: list[list[list[str]]] = [[] for _ in cases]
     for name in args.peers.split(";"):
         started = time.perf_counter()
         try:
             sampler = PEERS[name](model, args, cases)
         except ImportError as error:
-            print(f"{name} is left out, as it is not installed: {error}", flush=True)
+            print(f"{name} is skipped, since it is not installed: {error}", flush=True)
             continue
-        print(f"{name}: made in {time.perf_counter() - started:.1f} s", flush=True)
-        for number, case in enumerate(cases if sampler is not None else []):
-            if name in args.only_fixed.split(";") and case.kind != "fixed":
+        print(f"{name}: built in {time.perf_counter() - started:.1f} s", flush=True)
+        for case, roofline, table in zip(cases, rooflines, tables, strict=True):
+            skipped = name in args.only_fixed.split(";") and case.kind != "fixed"
+            if sampler is None or skipped:
                 continue
-            floor = floor_seconds(model, args, case, *rates)
-            row = [name, *measure(sampler, case, args, floor, device)]  # type: ignore[arg-type]
-            tables.setdefault(number, []).append(row)
-            print(f"{case.kind} {case.count} x {case.new}: {' | '.join(row)}", flush=True)
+            row = [name, *measure(sampler, case, args, roofline, device)]
+            table.append(row)
+            title = f"{case.kind} {case.num_completions} x {case.max_new_tokens}"
+            print(f"{title}: {' | '.join(row)}", flush=True)
         del sampler
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-    for number, case in enumerate(cases):
-        _print_table(case, tables.get(number, []), args, floor_seconds(model, args, case, *rates))
+    for case, roofline, table in zip(cases, rooflines, tables, strict=True):
+        _print_table(case, table, args, roofline)
 
 
-def _print_table(case: Case, rows: list[list[str]], args: argparse.Namespace, floor: float) -> None:
-    print(f"\n{args.shape}, {case.count} completions over {args.rows} rows, {args.prompt} + "
-          f"{sum(case.lengths) / case.count:.0f} tokens ({case.kind}, at most {max(case.lengths)}), median of "
-          f"{case.repeats}, floor {1000 * floor / case.steps(args.rows):.2f} ms")  # fmt: skip
+def _print_table(
+    case: Case, rows: list[list[str]], args: argparse.Namespace, roofline: float
+) -> None:
+    mean_length = sum(case.lengths) / case.num_completions
     print(
-        shapes.table(
-            ["engine", "tokens/s", "ms a step", "share of the floor", "GB", "first call, s"], rows
-        )
+        f"\n{args.shape}, {case.num_completions} completions over {args.rows} rows, "
+        f"{args.prompt} + {mean_length:.0f} tokens ({case.kind}, at most {max(case.lengths)}), "
+        f"median of {case.repeats}, "
+        f"roofline {1000 * roofline / case.min_steps(args.rows):.2f} ms per step"
     )
+    print(shapes.table(HEADER, rows))
     rates = {row[0]: float(row[1].replace(",", "")) for row in rows}
     best = max((rate for name, rate in rates.items() if name.startswith("eepo")), default=0.0)
     for name, rate in rates.items():
         if not name.startswith("eepo"):
-            print(f"ours is {best / rate:.1f} times {name}")
+            print(f"eepo is {best / rate:.1f} times {name}")
 
 
 if __name__ == "__main__":

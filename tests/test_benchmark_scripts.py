@@ -61,13 +61,13 @@ def test_a_rollout_benchmark_compares_engines_on_forced_lengths(
 def test_a_benchmark_of_few_rows_adds_up_products_and_profiles_a_step(
     monkeypatch: Any, capsys: Any
 ) -> None:
-    run("few_rows.py", ["--shapes", "tiny", "--rows", "2,4", "--draws", "1"], monkeypatch)
+    run("few_rows.py", ["--shapes", "tiny", "--rows", "2,4", "--sampling-rows", "1"], monkeypatch)
     printed = capsys.readouterr().out
     assert printed.count("| gate+up |") == printed.count("| head |") == 2
-    assert "| rows | torch | packed |" in printed
+    assert "| rows | unfused | fused |" in printed
     run(
         "few_rows.py",
-        ["--attention", "tiny", "--contexts", "2:70", "--ways", "256:16:4:3,512:16:4:3"],
+        ["--attention", "tiny", "--contexts", "2:70", "--splits", "256:16:4:3,512:16:4:3"],
         monkeypatch,
     )
     assert "| rows | tokens | 256:16:4:3 | 512:16:4:3 |" in capsys.readouterr().out
