@@ -15,8 +15,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from eepo.evaluation.estimates import seed_interval
-from eepo.reports.palette import STAGE_STYLES, looks
-from eepo.reports.panels import WIDTH, add_legend, method_lines, new_panels, styled
+from eepo.reports.palette import LINE_STYLES, method_styles
+from eepo.reports.panels import WIDTH, add_legend, method_handles, new_panels, styled
 
 Points = Mapping[
     str, Sequence[tuple[float, float]]
@@ -38,20 +38,20 @@ def frontier_figure(
         lined: dict[str, Line2D] = {}
         for axes, (name, (lines, reported)) in zip(panels, sets.items(), strict=True):
             for place, (method, line) in enumerate(lines.items()):
-                colour = "#808080" if reported else looks(lines)[method][0]
+                colour = "#808080" if reported else method_styles(lines)[method][0]
                 lined[method] = _line(method, place, colour)
                 _draw_line(axes, line, place, colour)
                 named = _to_name(line, next(iter(lines.values())), coloured=not reported)
                 _name_values(axes, named, "#606060" if reported else colour)
             for method, seeds in reported.items():
                 shown[method] = None
-                colour, marker = looks(reported)[method]
+                colour, marker = method_styles(reported)[method]
                 x, y = _middle(seeds)
                 axes.errorbar(
                     x, y, xerr=arms([s[0] for s in seeds]), yerr=arms([s[1] for s in seeds]), color=colour,
                     marker=marker, markersize=3.5, linewidth=0.5, linestyle="none",
                 )  # fmt: skip
-                if len({*looks(reported).values()}) < len(reported):  # they repeat
+                if len({*method_styles(reported).values()}) < len(reported):  # they repeat
                     axes.annotate(
                         method, (x, y), fontsize=4, xytext=(3, -3), textcoords="offset points"
                     )
@@ -59,14 +59,14 @@ def frontier_figure(
             axes.xaxis.set_major_locator(
                 MaxNLocator(nbins=5)
             )  # long numbers where methods hardly differ
-        add_legend(figure, [*method_lines(shown, markers=True), *lined.values()])
+        add_legend(figure, [*method_handles(shown, markers=True), *lined.values()])
         return figure
 
     return draw([]) if sets else None
 
 
 def _line(method: str, place: int, colour: str) -> Line2D:
-    style = STAGE_STYLES[place % len(STAGE_STYLES)]
+    style = LINE_STYLES[place % len(LINE_STYLES)]
     return Line2D([], [], color=colour, linestyle=style, marker=".", label=method)
 
 

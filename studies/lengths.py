@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from frontier import arms
 from matplotlib.figure import Figure
 
-from eepo.reports.palette import looks
-from eepo.reports.panels import WIDTH, add_legend, label_steps, method_lines, new_panels, styled
+from eepo.reports.palette import method_styles
+from eepo.reports.panels import WIDTH, add_legend, label_steps, method_handles, new_panels, styled
 
 Lengths = Mapping[
     str, Mapping[int, Sequence[float]]
@@ -25,7 +25,7 @@ def length_figure(measured: Mapping[str, Lengths]) -> Figure | None:
         methods = dict.fromkeys(method for lengths in measured.values() for method in lengths)
         for axes, (title, lengths) in zip(panels, measured.items(), strict=True):
             for method, line in lengths.items():
-                colour, marker = looks(methods)[method]
+                colour, marker = method_styles(methods)[method]
                 steps = sorted(line)
                 low, high = zip(*(arms(line[step]) for step in steps), strict=True)
                 axes.errorbar(
@@ -34,7 +34,7 @@ def length_figure(measured: Mapping[str, Lengths]) -> Figure | None:
                 )  # fmt: skip
             label_steps(axes, title)
             axes.set_xlabel("steps of training")
-        add_legend(figure, method_lines(methods, markers=True))
+        add_legend(figure, method_handles(methods, markers=True))
         return figure
 
     return draw([]) if any(measured.values()) else None

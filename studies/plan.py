@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eepo.reports import records
-from eepo.reports.measures import value
+from eepo.reports.measures import measure_value
 from eepo.runs.jsonl import read_records
 from eepo.types import UserError
 
@@ -201,7 +201,7 @@ def final(line: dict[str, Any], where: str, measure: str) -> float:
     row = run.full_evaluation(where) or run.start_evaluation(
         where
     )  # the start is all there is of weights of others
-    found = value(row, measure) if row else None
+    found = measure_value(row, measure) if row else None
     if found is None:
         raise UserError(f"{where} has no {measure}")
     return found

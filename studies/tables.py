@@ -15,7 +15,7 @@ from eepo.types import UserError
 MEASURES = ("mean", "greedy", "pass@8", "pass@32", "distinct")
 TOLD = {"entropy": "entropy", "stage1/entropy": "of stage 1", "stage2/entropy": "of stage 2", "reward": "reward",
         "stage1/reward": "of stage 1", "stage2/reward": "of stage 2", "unlearn/kl": "KL", "unlearn/lr": "η",
-        "gate_share": "gated", "missed_share": "missed", "second_half_recovery": "rescued", "seconds": "seconds"}  # fmt: skip
+        "gate_share": "gated", "missed_share": "missed", "second_half_recovery": "recovered", "seconds": "seconds"}  # fmt: skip
 
 
 def tables(

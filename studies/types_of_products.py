@@ -17,8 +17,8 @@ from plan import TUNE, Plan
 
 from eepo.recipe import read_toml
 from eepo.reports.figure_list import image_bytes
-from eepo.reports.palette import looks
-from eepo.reports.panels import WIDTH, add_legend, label_steps, method_lines, new_panels, styled
+from eepo.reports.palette import method_styles
+from eepo.reports.panels import WIDTH, add_legend, label_steps, method_handles, new_panels, styled
 
 ROOT = Path(__file__).parent.parent
 TYPES = {  # by what is shown: the plan, and its regime
@@ -52,11 +52,11 @@ def types_figure(_runs: Sequence[object]) -> Figure:
     for axes, rate in zip(panels, RATES, strict=True):
         for name, (plan, regime) in TYPES.items():
             if found := rewards(plan, regime, rate):
-                colour, _ = looks(TYPES)[name]
+                colour, _ = method_styles(TYPES)[name]
                 axes.plot(*zip(*found, strict=True), color=colour)
         label_steps(axes, f"reward, learning rate {rate}")
         axes.set_ylim(0, 0.9)
-    add_legend(figure, method_lines(TYPES))
+    add_legend(figure, method_handles(TYPES))
     return figure
 
 

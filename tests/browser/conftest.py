@@ -1,4 +1,4 @@
-"""A headless Chromium, and a report to open in it: hostile texts are planted wherever a model or a user writes."""
+"""Opens a report in headless Chromium. Every text of a model or a user is hostile."""
 
 from __future__ import annotations
 
@@ -15,32 +15,36 @@ import pytest
 
 from eepo.reports import write_report
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--hide-scrollbars",
-    "--virtual-time-budget=3000", "--enable-logging=stderr",
+    "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--disable-dev-shm-usage", "--hide-scrollbars", "--virtual-time-budget=3000",
+    "--enable-logging=stderr",
 )  # fmt: skip
-SECONDS = 60  # a browser that takes longer hangs
+TIMEOUT_SECONDS = 60  # after that, the browser is considered hung
 
-# Each would leave a mark in the page if it ran: a title, or a node with this id.
-MARK = "document.title='ran';document.body.append(Object.assign(document.createElement('b'),{id:'ran'}))"
-PLANTED = (
+# If a text ran as code, it would change the title or add a node with this id.
+MARK = (
+    "document.title='ran';"
+    "document.body.append(Object.assign(document.createElement('b'),{id:'ran'}))"
+)
+INJECTED = (
     f"<script>{MARK}</script>",
     f"</script><script>{MARK}</script>",
     f"</noscript></pre><img src=x onerror=\"{MARK}\"><svg onload=\"{MARK}\"></svg>",
     f"<!--<script>{MARK}</script>",
     f"\"><iframe srcdoc=\"<script>parent.{MARK}</script>\"></iframe>",
-    f"<a href=\"javascript:{MARK}\" id=\"planted\">\u2028</a>]]>",
+    f"<a href=\"javascript:{MARK}\" id=\"injected\">\u2028</a>]]>",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Opened:
-    dom: str  # after scripts ran
-    console: list[
-        str
-    ]  # what the page said on the console: errors of scripts and of its policy stand there
+    """Holds a page after its scripts ran."""
+
+    dom: str
+    console: list[str]  # errors of scripts and of the policy
 
     def texts(self, tag: str) -> list[str]:
         return re.findall(rf"<{tag}[^>]*>(.*?)</{tag}>", self.dom, re.DOTALL)
@@ -52,48 +56,58 @@ class Opened:
 
 @pytest.fixture(scope="session")
 def chromium() -> str:
-    found = next((path for name in NAMES if (path := shutil.which(name))), None)
-    if found is None:
-        pytest.skip(f"no browser here: none of {', '.join(NAMES)} is on the PATH")
-    return found
+    browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    if browser is None:
+        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is on the PATH")
+    return browser
 
 
 @pytest.fixture(scope="session")
 def open_page(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Opened]:
-    """open_page(path, "step=3", *flags): the page as the browser has it."""
+    """Return open_page(path, "step=3", *flags): it opens a page and returns its DOM."""
     profile = tmp_path_factory.mktemp("profile")
 
     def run(path: Path, fragment: str = "", *flags: str) -> Opened:
         command = [chromium, *FLAGS, f"--user-data-dir={profile}", *flags]
         done = subprocess.run(
             [*command, "--dump-dom", f"{path.as_uri()}#{fragment}"],
-            capture_output=True, text=True, encoding="utf-8", errors="replace", timeout=SECONDS, check=True,
-        )  # fmt: skip
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=TIMEOUT_SECONDS,
+            check=True,
+        )
         return Opened(done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line])
 
     return run
 
 
 @pytest.fixture
-def planted() -> tuple[str, ...]:
-    return PLANTED
+def injected() -> tuple[str, ...]:
+    return INJECTED
 
 
 @pytest.fixture(scope="session")
 def report(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of two methods, the second one's every text hostile. Only where there is a browser: it takes some seconds."""
+    """Write a report of two methods. Every text of the second one is hostile.
+
+    Needs `chromium`, so that the report is not drawn without a browser.
+    """
     folder = tmp_path_factory.mktemp("report")
     folders = [
         write_run(folder / "grpo", "grpo", "1+2"),
-        write_run(folder / "hostile", PLANTED[1], *PLANTED),
+        write_run(folder / "hostile", INJECTED[1], *INJECTED),
     ]
     return write_report(folders, folder / "report.html")
 
 
 def write_run(folder: Path, name: str, *texts: str) -> Path:
-    """3 steps of 2 stages, 8 completions each; in every group the first of each stage is right."""
+    """Write 3 steps with 2 stages of 8 completions. The first one of each stage is correct."""
     folder.mkdir()
-    recipe = f"name = {json.dumps(name)}\n[algorithm]\ngate = {json.dumps(texts[0])}\n[training]\nnum_steps = 3\n"
+    recipe = (
+        f"name = {json.dumps(name)}\n[algorithm]\ngate = {json.dumps(texts[0])}\n"
+        "[training]\nnum_steps = 3\n"
+    )
     (folder / "recipe.toml").write_text(recipe, encoding="utf-8")
     (folder / "environment.json").write_text(json.dumps({"device": texts[-1]}))
     _write_lines(folder / "metrics.jsonl", (_metrics(step) for step in (1, 2, 3)))
@@ -125,18 +139,18 @@ def _metrics(step: int) -> dict[str, Any]:
 
 def _evaluation(step: int, name: str) -> dict[str, Any]:
     return {
-        "step": step, "kind": "full", "set": name, "num_problems": 1, "num_samples": 2, "greedy": 1.0, "mean": 0.5,
-        "pass@k": {"1": 0.5, "2": 1.0}, "distinct": 1.0, "length": 5.0,
+        "step": step, "kind": "full", "set": name, "num_problems": 1, "num_samples": 2,
+        "greedy": 1.0, "mean": 0.5, "pass@k": {"1": 0.5, "2": 1.0}, "distinct": 1.0, "length": 5.0,
         "problems": [{"id": name, "greedy": True, "correct": 1, "distinct": 1}],
     }  # fmt: skip
 
 
 def _completions(step: int, texts: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    for place in range(16):
-        text = texts[place % len(texts)]
+    for index in range(16):
+        text = texts[index % len(texts)]
         row = {
-            "step": step, "prompt_id": text, "prompt": f"{text} = ?", "stage": 1 + place // 8, "finished": place != 3,
-            "reward": float(place % 8 == 0), "reason": f"reason {text}", "advantage": 0.0,
-            "text": f"{text} #{step}.{place}", "logprob": -1.0 - place,
+            "step": step, "prompt_id": text, "prompt": f"{text} = ?", "stage": 1 + index // 8,
+            "finished": index != 3, "reward": float(index % 8 == 0), "reason": f"reason {text}",
+            "advantage": 0.0, "text": f"{text} #{step}.{index}", "logprob": -1.0 - index,
         }  # fmt: skip
-        yield row | ({"logprob_after": -2.0 - place} if place < 8 else {})
+        yield row | ({"logprob_after": -2.0 - index} if index < 8 else {})

@@ -1,4 +1,4 @@
-"""The report in a real browser: it renders, the filter works, and nothing that was planted in it runs."""
+"""Tests the report in a browser: it renders, filters work, and injected code does not run."""
 
 from __future__ import annotations
 
@@ -10,37 +10,39 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from eepo.reports.figure_list import PICTURES
+from eepo.reports.figure_list import FIGURES
 
 NUM_ROWS = 2 * 3 * 16  # runs, steps, completions of a step
 
 
 @pytest.fixture(scope="module")
-def whole(open_page, report):
+def opened_report(open_page, report):
     return open_page(report)
 
 
-def test_it_renders_without_a_word_on_the_console(whole):
-    assert whole.console == []
-    assert [picture.name for picture in PICTURES] == re.findall(r'<figure id="(\w+)">', whole.dom)
-    assert whole.dom.count("data:image/svg+xml;base64,") == len(PICTURES)
-    assert whole.count == f"50 shown of {NUM_ROWS} that match"
-    assert len(whole.texts("article")) == 50
-    assert '<button id="completions-more" type="button">' in whole.dom
+def test_the_report_renders_without_console_messages(opened_report):
+    assert opened_report.console == []
+    assert [spec.name for spec in FIGURES] == re.findall(r'<figure id="(\w+)">', opened_report.dom)
+    assert opened_report.dom.count("data:image/svg+xml;base64,") == len(FIGURES)
+    assert opened_report.count == f"50 shown of {NUM_ROWS} matching"
+    assert len(opened_report.texts("article")) == 50
+    assert '<button id="completions-more" type="button">' in opened_report.dom
 
 
-def test_nothing_planted_runs_and_all_of_it_is_shown(whole, open_page, report, planted):
-    hostile = open_page(report, urlencode({"run": f"{planted[1]}/0"}))
-    assert hostile.count == "48 shown of 48 that match"
-    for opened in (whole, hostile):
+def test_injected_code_is_shown_as_text_and_does_not_run(
+    opened_report, open_page, report, injected
+):
+    hostile = open_page(report, urlencode({"run": f"{injected[1]}/0"}))
+    assert hostile.count == "48 shown of 48 matching"
+    for opened in (opened_report, hostile):
         assert html.unescape(opened.texts("title")[0]).endswith("against grpo")
         assert '<b id="ran"' not in opened.dom
         assert not re.search(r"<(iframe|svg|a|img src=.?x)\b", opened.dom)
         assert opened.dom.count("<script") == 2
     shown = [html.unescape(text) for text in hostile.texts("pre")]
-    for text in planted:
+    for text in injected:
         assert f"{text} = ?" in shown
-        assert any(one.startswith(f"{text} #") for one in shown)
+        assert any(item.startswith(f"{text} #") for item in shown)
 
 
 @pytest.mark.parametrize(
@@ -52,34 +54,32 @@ def test_nothing_planted_runs_and_all_of_it_is_shown(whole, open_page, report, p
         ("step=3&stage=2&reward=1&text=1%2B2", 1),
     ],
 )
-def test_the_address_is_the_filter(open_page, report, fragment, number):
+def test_the_address_sets_the_filter(open_page, report, fragment, number):
     opened = open_page(report, fragment)
-    assert opened.count == f"{min(number, 50)} shown of {number} that match"
+    assert opened.count == f"{min(number, 50)} shown of {number} matching"
     assert len(opened.texts("article")) == min(number, 50)
     for part in ("step", "stage"):
-        asked = re.search(rf"{part}=(\d)", fragment)
-        if asked:
+        filtered = re.search(rf"{part}=(\d)", fragment)
+        if filtered:
             facts = [re.search(rf"{part} (\d)", text)[1] for text in opened.texts("article")]
-            assert set(facts) == {asked[1]}
+            assert set(facts) == {filtered[1]}
     assert opened.console == []
 
 
-def test_what_the_address_asks_for_in_vain_is_said(open_page, report):
+def test_unknown_filter_values_in_the_address_are_reported(open_page, report):
     opened = open_page(report, "step=77&stage=%3Cscript%3E")
-    assert (
-        opened.count
-        == f"50 shown of {NUM_ROWS} that match (not on this page: step 77, stage &lt;script&gt;)"
-    )
+    unknown = "step 77, stage &lt;script&gt;"
+    assert opened.count == f"50 shown of {NUM_ROWS} matching (not on this page: {unknown})"
 
 
-def test_without_script_there_are_completions_to_read(report, tmp_path, open_page):
-    """The same page, its script not the one its policy names: what a browser without scripts shows."""
+def test_completions_are_readable_without_scripts(report, tmp_path, open_page):
+    """Change the script, so that its hash is wrong and the policy blocks it."""
     source = report.read_text(encoding="utf-8")
     changed = tmp_path / "changed.html"
     changed.write_text(source.replace('"use strict";', '"use strict"; '), encoding="utf-8")
     opened = open_page(changed)
     assert any("Content Security Policy" in line for line in opened.console), (
-        "the policy holds off any other script"
+        "the policy blocks any other script"
     )
     assert '<div id="completions-browser" hidden="">' in opened.dom
     noscript = re.search(r"<noscript>(.*?)</noscript>", source, re.DOTALL)[1]
@@ -88,7 +88,7 @@ def test_without_script_there_are_completions_to_read(report, tmp_path, open_pag
 
 @pytest.fixture
 def with_script(report, tmp_path):
-    """with_script("..."): the page with one more script at its end, and without the policy that would hold it off."""
+    """Return with_script(script): it adds a script to the page and removes the policy."""
 
     def write(script):
         source = re.sub(
@@ -105,7 +105,7 @@ def with_script(report, tmp_path):
     return write
 
 
-def test_a_choice_changes_rows_and_address(with_script, open_page):
+def test_changing_a_filter_changes_rows_and_address(with_script, open_page):
     page = with_script("""
       const choose = (key, value) => {
         const control = document.getElementById(`filter-${key}`);
@@ -118,42 +118,42 @@ def test_a_choice_changes_rows_and_address(with_script, open_page):
     """)
     opened = open_page(page, "stage=2")
     assert html.unescape(opened.texts("title")[0]) == "#step=2&stage=2&text=1%2B2+%232.1"
-    assert opened.count == "6 shown of 6 that match"  # 2.10 to 2.15
+    assert opened.count == "6 shown of 6 matching"  # 2.10 to 2.15
     assert opened.console == []
 
 
-def test_a_changed_address_changes_rows_and_more_can_be_shown(with_script, open_page):
+def test_changing_the_address_changes_rows_and_more_can_be_shown(with_script, open_page):
     page = with_script("""
       addEventListener("hashchange", () => document.getElementById("completions-more").click());
       location.hash = "stage=1&run=grpo/0";
     """)
-    assert open_page(page).count == "24 shown of 24 that match"
+    assert open_page(page).count == "24 shown of 24 matching"
     page = with_script('document.getElementById("completions-more").click();')
-    assert open_page(page).count == f"{NUM_ROWS} shown of {NUM_ROWS} that match"
+    assert open_page(page).count == f"{NUM_ROWS} shown of {NUM_ROWS} matching"
 
 
-def test_a_phone_need_not_scroll_sideways(with_script, open_page, tmp_path):
-    """In a frame, because a window is never as narrow as a phone."""
+def test_the_page_fits_the_width_of_a_phone(with_script, open_page, tmp_path):
+    """Use a frame, because a window cannot be as narrow as a phone."""
     page = with_script(
         "parent.postMessage(`${document.documentElement.scrollWidth} of ${innerWidth}`, '*');"
     )
     framed = tmp_path / "framed.html"
-    told = (
+    script = (
         "<script>addEventListener('message', (event) => { document.title = event.data; });</script>"
     )
     framed.write_text(
-        f'<title></title>{told}<iframe width="390" height="800" src="{page.as_uri()}"></iframe>'
+        f'<title></title>{script}<iframe width="390" height="800" src="{page.as_uri()}"></iframe>'
     )
-    needed, there = open_page(framed).texts("title")[0].split(" of ")
-    assert int(needed) <= int(there) == 390
+    needed, available = open_page(framed).texts("title")[0].split(" of ")
+    assert int(needed) <= int(available) == 390
 
 
 @pytest.mark.parametrize(
     ("flags", "dark"), [((), False), (("--blink-settings=preferredColorScheme=0",), True)]
 )
-def test_light_and_dark(open_page, report, tmp_path, flags, dark):
-    picture = tmp_path / "page.png"
-    open_page(report, "", *flags, f"--screenshot={picture}", "--window-size=900,700")
-    corner = imread(picture)[:8, :8, :3]
+def test_light_and_dark_mode(open_page, report, tmp_path, flags, dark):
+    screenshot = tmp_path / "page.png"
+    open_page(report, "", *flags, f"--screenshot={screenshot}", "--window-size=900,700")
+    corner = imread(screenshot)[:8, :8, :3]
     assert (np.median(corner) < 0.2) == dark
-    assert imread(picture)[..., :3].std() > 0.05  # something is written on it
+    assert imread(screenshot)[..., :3].std() > 0.05  # the page is not blank

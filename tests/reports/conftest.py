@@ -1,4 +1,4 @@
-"""Small run folders with known numbers, as the trainer would have written them."""
+"""Writes small run folders with known numbers, in the format of the trainer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_STEPS, NUM_SAMPLES = 30, 32
 WriteRun = Callable[..., Path]
 
 
-def metrics_row(step: int, staged: bool, level: float) -> dict[str, Any]:
+def metrics_row(step: int, has_stage2: bool, level: float) -> dict[str, Any]:
     wave = 0.05 * ((step * 7) % 5)
     row: dict[str, Any] = {
         "step": step,
@@ -24,7 +24,7 @@ def metrics_row(step: int, staged: bool, level: float) -> dict[str, Any]:
         "policy_entropy": level,
         "grad_norm": 1.0,
     }
-    for stage in (1, 2) if staged else (1,):
+    for stage in (1, 2) if has_stage2 else (1,):
         row |= {
             f"stage{stage}/reward": 0.3 + 0.01 * step + wave - 0.03 * (stage - 1),
             f"stage{stage}/entropy": level * (0.96**step) + 0.2 * (stage - 1) + wave,
@@ -32,9 +32,9 @@ def metrics_row(step: int, staged: bool, level: float) -> dict[str, Any]:
             f"stage{stage}/clip_share": 0.01 * stage + wave / 10,
         }
     row |= {key: row[f"stage1/{key}"] for key in ("reward", "entropy", "length")}
-    row |= {"missed_share": 0.4 + wave, "second_half_recovery": 0.1 * (1 + staged) + wave / 4}
+    row |= {"missed_share": 0.4 + wave, "second_half_recovery": 0.1 * (1 + has_stage2) + wave / 4}
     row |= {"seconds/stage1": 0.5, "seconds/update": 1.0, "seconds/total": 2.0}
-    if staged:
+    if has_stage2:
         row |= {"gate_share": 0.2 + wave, "seconds/stage2": 0.25}
         if step % 3:  # in some steps nothing is gated
             row |= {"unlearn/kl": 1e-3 * (1 + wave), "unlearn/weights_changed_share": 0.9}
@@ -42,23 +42,23 @@ def metrics_row(step: int, staged: bool, level: float) -> dict[str, Any]:
 
 
 def evaluation_row(step: int, kind: str, name: str, correct: Sequence[int]) -> dict[str, Any]:
-    """`correct`: of NUM_SAMPLES, problem by problem. Greedy is right where more than half the samples are."""
+    """`correct`: correct samples of NUM_SAMPLES, for each problem. Greedy is correct above half."""
     number = len(correct)
     problems = [
         {
-            "id": f"p{place}",
-            "greedy": right * 2 > NUM_SAMPLES,
-            "correct": right,
-            "distinct": min(right, 3),
+            "id": f"p{index}",
+            "greedy": num_correct * 2 > NUM_SAMPLES,
+            "correct": num_correct,
+            "distinct": min(num_correct, 3),
         }
-        for place, right in enumerate(correct)
+        for index, num_correct in enumerate(correct)
     ]
     row: dict[str, Any] = {
         "step": step, "kind": kind, "set": name, "num_problems": number, "num_samples": NUM_SAMPLES,
         "greedy": sum(problem["greedy"] for problem in problems) / number,
         "mean": sum(correct) / number / NUM_SAMPLES,
         "pass@k": {
-            str(k): sum(pass_at_k(NUM_SAMPLES, right, k) for right in correct) / number
+            str(k): sum(pass_at_k(NUM_SAMPLES, num_correct, k) for num_correct in correct) / number
             for k in powers_of_two(NUM_SAMPLES)
         },
         "distinct": sum(problem["distinct"] for problem in problems) / number,
@@ -73,7 +73,7 @@ def to_lines(rows: Sequence[dict[str, Any]]) -> str:
 
 @pytest.fixture
 def write_run(tmp_path: Path) -> WriteRun:
-    """write_run("grpo", seed=1, correct=[32, 0, 8, 0]): the folder of a finished run."""
+    """Return write_run("grpo", seed=1, correct=[32, 0, 8, 0]): it writes a finished run."""
 
     def write(
         name: str = "grpo",
@@ -86,16 +86,17 @@ def write_run(tmp_path: Path) -> WriteRun:
     ) -> Path:
         folder = tmp_path / f"{name}-{seed}"
         folder.mkdir()
-        staged = name.startswith("eepo")
+        has_stage2 = name.startswith("eepo")
         (folder / "recipe.toml").write_text(
-            f'name = "{name}"\n[algorithm]\nnum_stages = {1 + staged}\ngroup_size = 8\n{settings}\n'
+            f'name = "{name}"\n'
+            f"[algorithm]\nnum_stages = {1 + has_stage2}\ngroup_size = 8\n{settings}\n"
             f"[training]\nseed = {seed}\nnum_steps = {NUM_STEPS}\nprompts_per_step = 4\n"
         )
         (folder / "environment.json").write_text(
             json.dumps({"eepo": "0.1.0", "packages": {"torch": "2.10"}})
         )
         metrics = [
-            metrics_row(step, staged, level + 0.05 * seed) for step in range(1, NUM_STEPS + 1)
+            metrics_row(step, has_stage2, level + 0.05 * seed) for step in range(1, NUM_STEPS + 1)
         ]
         (folder / "metrics.jsonl").write_text(to_lines(metrics))
         evaluations = [
@@ -108,19 +109,19 @@ def write_run(tmp_path: Path) -> WriteRun:
                 evaluation_row(0, "full", name, [8, 0, 0, 0])
                 for name in ("in_range", "out_of_range")
             ]
+        halved = [num_correct // 2 for num_correct in correct]
         evaluations.append(evaluation_row(NUM_STEPS, "full", "in_range", correct))
-        evaluations.append(
-            evaluation_row(NUM_STEPS, "full", "out_of_range", [right // 2 for right in correct])
-        )
+        evaluations.append(evaluation_row(NUM_STEPS, "full", "out_of_range", halved))
         (folder / "evaluations.jsonl").write_text(to_lines(evaluations))
         completions = [
-            {"step": step, "prompt_id": f"{step}/{prompt}", "prompt": "1 2 = 3 :", "stage": 1 + (place >= 4) * staged,
-             "reward": 1.0, "reason": "right", "advantage": 0.0, "text": f"{text} @{step}", "finished": True,
-             "logprob": -1.0 - place}
-            for step in range(1, NUM_STEPS + 1) for prompt in range(2) for place in range(8)
+            {"step": step, "prompt_id": f"{step}/{prompt}", "prompt": "1 2 = 3 :",
+             "stage": 1 + (index >= 4) * has_stage2, "reward": 1.0, "reason": "right",
+             "advantage": 0.0, "text": f"{text} @{step}", "finished": True, "logprob": -1.0 - index}
+            for step in range(1, NUM_STEPS + 1) for prompt in range(2) for index in range(8)
         ]  # fmt: skip
         for row in completions:
-            if staged and row["stage"] == 1 and row["step"] % 3:  # in some steps nothing is gated
+            # in some steps nothing is gated
+            if has_stage2 and row["stage"] == 1 and row["step"] % 3:
                 row["logprob_after"] = row["logprob"] - 0.5
         (folder / "completions.jsonl").write_text(to_lines(completions))
         return folder

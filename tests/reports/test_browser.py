@@ -1,4 +1,4 @@
-"""The data of the completions browser. Whether a browser agrees: tests/browser."""
+"""Tests the data of the completions browser. tests/browser tests it in a real browser."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import re
 import pytest
 
 from eepo.reports.browser import (
-    MOST_CHARACTERS,
-    MOST_ROWS,
+    MAX_CHARACTERS,
+    MAX_ROWS,
     browser_data,
     browser_section,
     cut_text,
-    harmless_json,
+    json_for_html,
 )
 from eepo.reports.records import read_run
 
@@ -24,7 +24,7 @@ def read_data(section):
     return json.loads(re.search(r'id="completions-data">(.*?)</script>', section, re.DOTALL)[1])
 
 
-def test_every_completion_is_there_with_its_prompt_and_run(write_run):
+def test_every_completion_is_included_with_its_prompt_and_run(write_run):
     runs = [read_run(write_run("grpo", 1)), read_run(write_run("eepo", 0))]
     data = read_data(browser_section(runs))
     assert data["runs"] == [{"method": "grpo", "seed": 1}, {"method": "eepo", "seed": 0}]
@@ -32,13 +32,13 @@ def test_every_completion_is_there_with_its_prompt_and_run(write_run):
     assert len(data["rows"]) == sum(len(run.completions) for run in runs)
     row = next(row for row in data["rows"] if row["run"] == 1 and row["step"] == 2)
     assert row == {
-        "run": 1, "step": 2, "stage": 1, "reward": 1.0, "reason": "right", "prompt": 0, "text": "1 + 2 @2",
-        "finished": True, "logprob": -1.0, "logprob_after": -1.5,
+        "run": 1, "step": 2, "stage": 1, "reward": 1.0, "reason": "right", "prompt": 0,
+        "text": "1 + 2 @2", "finished": True, "logprob": -1.0, "logprob_after": -1.5,
     }  # fmt: skip
 
 
-def test_json_cannot_end_its_element_and_reads_back():
-    text = harmless_json({"text": HOSTILE})
+def test_json_cannot_close_its_element_and_parses_back():
+    text = json_for_html({"text": HOSTILE})
     assert text.isascii()
     assert not set("<>&") & set(text)
     assert json.loads(text) == {"text": HOSTILE}
@@ -50,7 +50,7 @@ def test_rewards_that_are_not_numbers_do_not_break_the_page(write_run):
     assert browser_data([run], [run.completions])["rows"][0]["reward"] is None
 
 
-def test_a_page_is_bounded_and_says_what_it_leaves_out(write_run):
+def test_the_number_of_rows_is_limited_and_reported(write_run):
     runs = []
     for seed in range(4):
         folder = write_run("grpo", seed)
@@ -60,8 +60,8 @@ def test_a_page_is_bounded_and_says_what_it_leaves_out(write_run):
         runs.append(read_run(folder))
     section = browser_section(runs)
     data = read_data(section)
-    assert MOST_ROWS / 2 < len(data["rows"]) <= MOST_ROWS + 16
-    assert f"{len(data['rows']):,} of 4,800 completions" in section
+    assert MAX_ROWS / 2 < len(data["rows"]) <= MAX_ROWS + 16
+    assert f"{len(data['rows']):,} of 4,800 logged completions" in section
     assert len(section) < 5e6
 
 
@@ -69,12 +69,12 @@ def test_a_long_text_keeps_its_end():
     cut = cut_text("a" * 5000 + "the answer")
     assert cut.endswith("the answer")
     assert "3,810 characters left out" in cut
-    assert len(cut) < MOST_CHARACTERS + 50
+    assert len(cut) < MAX_CHARACTERS + 50
     assert cut_text("short \x1b") == "short \ufffd"
 
 
 @pytest.mark.parametrize("missing", ["reason", "logprob"])
-def test_rows_of_older_runs_are_read(write_run, missing):
+def test_rows_without_optional_fields_are_read(write_run, missing):
     run = read_run(write_run("grpo"))
     for row in run.completions:
         del row[missing]

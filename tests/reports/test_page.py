@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from eepo.reports import read_run, write_report
-from eepo.reports.figure_list import PICTURES
+from eepo.reports.figure_list import FIGURES
 from eepo.reports.page import page
 from eepo.types import UserError
 
@@ -17,7 +17,7 @@ VOID = {"meta", "img", "br", "link", "input"}
 
 
 class Tags(HTMLParser):
-    """Collects tags, and notes any that is closed out of turn."""
+    """Collects tags, and fails if they are not nested correctly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,8 +50,8 @@ def read_page(path):
     return tags
 
 
-def bare(folder):
-    """Without figures, which take most of a page's time."""
+def without_figures(folder):
+    """Remove the data of figures: drawing them takes most of the time."""
     (folder / "metrics.jsonl").write_text('{"step": 30}\n')
     (folder / "evaluations.jsonl").unlink()
     return folder
@@ -62,59 +62,59 @@ def out(tmp_path):
     return tmp_path / "report.html"
 
 
-def test_the_page_is_whole_and_needs_no_network(write_run, out):
+def test_the_page_is_complete_and_needs_no_network(write_run, out):
     folders = [write_run(name, seed) for name in ("grpo", "eepo") for seed in (0, 1, 2)]
     assert write_report(folders, out) == out
     tags, source = read_page(out), out.read_text(encoding="utf-8")
     assert tags.tags.count("img") == 7
-    assert all(found.startswith("data:image/svg+xml;base64,") for found in tags.sources)
+    assert all(url.startswith("data:image/svg+xml;base64,") for url in tags.sources)
     assert not {"link", "iframe", "object", "form"} & set(tags.tags)
-    assert tags.tags.count("script") == 2  # the data, and the one that reads them
+    assert tags.tags.count("script") == 2  # the data, and the completions browser
     assert not re.search(r"""(?i)(src|href|url\(|@import)[\s="'(]*(https?:)?//""", source)
     script = re.search(r"<script>(.*?)</script>", source, re.DOTALL)[1]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    assert (
-        f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'; "
-        in source
-    )
+    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
+    assert f"{policy}script-src 'sha256-{digest}'; " in source
     assert 'name="viewport"' in source
     assert "prefers-color-scheme: dark" in source
-    for words in (
+    for text in (
         "eepo against grpo",
         "paired over 3 seeds",
         "algorithm.num_stages",
         "torch 2.10",
         "the highest seed",
     ):
-        assert words in tags.text
+        assert text in tags.text
     figures = sorted(path.name for path in (out.parent / "report_figures").iterdir())
     assert out.stat().st_size < 5e6
     names = (
         "collapse",
         "cost",
         "exploration",
-        "forgetting",
         "pass_at_k",
         "second_half_recovery",
         "unlearning",
+        "unlearning_examples",
     )
-    assert figures == [f"{name}.{form}" for name in names for form in ("png", "svg")]
+    assert figures == sorted(f"{name}.{suffix}" for name in names for suffix in ("png", "svg"))
 
 
 def test_a_report_of_one_seed_says_so(write_run):
     runs = [read_run(write_run("grpo")), read_run(write_run("eepo"))]
-    text = page(runs, [(PICTURES[2], 5.5, b"<svg/>")])
+    text = page(runs, [(FIGURES[2], 5.5, b"<svg/>")])
     assert "One seed cannot show a difference" in text
     assert "problems of ONE seed, which is not evidence about methods" in text
     assert "95 % intervals over the problems of that seed" in text
     assert "the highest seed" not in text
 
 
-def test_what_a_model_wrote_cannot_act(write_run, out):
+def test_model_output_cannot_run_as_code(write_run, out):
     hostile = (
         "</pre></td><script>alert(1)</script><img src=x onerror=alert(1)> \ud800 \u202e \x1b[31m"
     )
-    source = write_report([bare(write_run("eepo", text=hostile))], out).read_text(encoding="utf-8")
+    source = write_report([without_figures(write_run("eepo", text=hostile))], out).read_text(
+        encoding="utf-8"
+    )
     assert source.count("<script") == source.count("</script") == 2
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in source
     assert "<img src=x" not in source
@@ -123,43 +123,45 @@ def test_what_a_model_wrote_cannot_act(write_run, out):
     assert "<script>alert(1)</script>" in read_page(out).text  # shown, as text
 
 
-def test_names_and_settings_are_escaped_as_well(write_run, out):
+def test_names_and_settings_are_escaped(write_run, out):
     folder = write_run("a<b>", settings='gate = "<script>"')
     (folder / "environment.json").write_text(json.dumps({"device": "<script>"}))
-    source = write_report([bare(folder), bare(write_run("grpo"))], out).read_text(encoding="utf-8")
+    source = write_report(
+        [without_figures(folder), without_figures(write_run("grpo"))], out
+    ).read_text(encoding="utf-8")
     assert source.count("<script") == 2
     assert "<b>a" not in source
     assert "a<b>" not in source
 
 
-def test_sampled_completions_are_of_early_and_late_steps(write_run, out):
-    tags = read_page(write_report([bare(write_run("eepo"))], out))
+def test_samples_are_from_early_and_late_steps(write_run, out):
+    tags = read_page(write_report([without_figures(write_run("eepo"))], out))
     assert "eepo (seed 0), step 1" in tags.text
     assert "eepo (seed 0), step 30" in tags.text
     assert "1 + 2 @1" in tags.text
     assert "1 + 2 @30" in tags.text
 
 
-def test_figures_of_an_earlier_report_do_not_stay(write_run, out):
+def test_figures_of_an_earlier_report_are_deleted(write_run, out):
     folder = out.parent / "report_figures"
     folder.mkdir()
     (folder / "unlearning.png").touch()
     (folder / "unlearning.svg").touch()
     (folder / "mine.png").touch()
-    write_report([bare(write_run("grpo"))], out)
+    write_report([without_figures(write_run("grpo"))], out)
     assert [path.name for path in folder.iterdir()] == ["mine.png"]
 
 
-def test_a_run_with_nothing_but_metrics_has_a_page(write_run, out):
+def test_a_run_with_only_metrics_has_a_page(write_run, out):
     folder = write_run("grpo")
     for name in ("environment.json", "evaluations.jsonl", "completions.jsonl"):
         (folder / name).unlink()
     tags = read_page(write_report([folder], out))
-    assert "The runs kept no completions." in tags.text
+    assert "No completions were logged." in tags.text
     assert "not recorded" in tags.text
 
 
-def test_mistakes_are_one_line(tmp_path, write_run):
+def test_missing_runs_and_a_folder_as_output_are_refused(tmp_path, write_run):
     with pytest.raises(UserError, match="at least one run folder"):
         write_report([], tmp_path / "report.html")
     with pytest.raises(UserError, match="is a folder"):
@@ -167,7 +169,7 @@ def test_mistakes_are_one_line(tmp_path, write_run):
 
 
 def test_a_run_killed_in_its_first_step_has_a_page(write_run, out):
-    """It got as far as its recipe and half a line of completions."""
+    """The run wrote its recipe and half a line of completions."""
     folder = write_run("eepo")
     for name in ("evaluations.jsonl", "environment.json"):
         (folder / name).unlink()
@@ -176,7 +178,7 @@ def test_a_run_killed_in_its_first_step_has_a_page(write_run, out):
     text = read_page(write_report([folder], out)).text
     assert "stopped at step 0 of 30" in text
     assert "no data for figures yet" in text
-    assert "The runs kept no completions." in text
+    assert "No completions were logged." in text
 
 
 def test_a_run_killed_after_one_step_has_a_page(write_run, out):

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from eepo.reports.records import MOST_COMPLETIONS, by_method, read_run, read_runs, spread_steps
+from eepo.reports.records import MAX_COMPLETIONS, by_method, read_run, read_runs, thin_steps
 from eepo.types import UserError
 
 
-def test_reads_a_whole_run(write_run):
+def test_reads_a_complete_run(write_run):
     run = read_run(write_run("eepo", seed=3))
     assert (run.name, run.seed, run.last_step, len(run.metrics)) == ("eepo", 3, 30, 30)
     assert run.seconds() == 60.0
@@ -19,32 +19,32 @@ def test_reads_a_whole_run(write_run):
     assert run.full_evaluation("elsewhere") is None
 
 
-@pytest.mark.parametrize("torn", ['{"step": 31, "rewa', '{"step": 31, "text": "\\u00', "{"])
-def test_a_torn_last_line_is_passed_over(write_run, torn):
+@pytest.mark.parametrize("unfinished", ['{"step": 31, "rewa', '{"step": 31, "text": "\\u00', "{"])
+def test_an_unfinished_last_line_is_skipped(write_run, unfinished):
     folder = write_run()
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write(torn)
+        file.write(unfinished)
     assert read_run(folder).last_step == 30
 
 
-def test_a_line_torn_inside_a_character_is_passed_over(write_run):
+def test_a_last_line_cut_inside_a_character_is_skipped(write_run):
     folder = write_run()
     with (folder / "metrics.jsonl").open("ab") as file:
         file.write('{"step": 31, "text": "é'.encode()[:-1])
     assert read_run(folder).last_step == 30
 
 
-def test_damage_before_the_end_is_not_passed_over(write_run):
+def test_a_damaged_line_before_the_end_is_an_error(write_run):
     folder = write_run()
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([lines[0], '{"step": 2, "re\n', *lines[2:]]))
-    with pytest.raises(UserError, match=r"metrics\.jsonl: line 2 is not JSON"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2: not JSON"):
         read_run(folder)
 
 
 @pytest.mark.parametrize("name", ["recipe.toml", "metrics.jsonl"])
-def test_a_missing_record_is_named_in_one_line(write_run, name):
+def test_a_missing_required_file_is_named_in_one_line(write_run, name):
     folder = write_run()
     (folder / name).unlink()
     with pytest.raises(UserError) as caught:
@@ -55,16 +55,19 @@ def test_a_missing_record_is_named_in_one_line(write_run, name):
     assert "\n" not in message
 
 
-@pytest.mark.parametrize("swept", [False, True])
-def test_a_folder_of_runs_stands_for_those_with_steps(write_run, tmp_path, swept):
-    """The baseline is first, though its name is not: it judged the start for all. A sweep has a recipe of its own."""
-    outer, places = tmp_path / "outer", [("eepo", 0), ("grpo", 0), ("grpo", 1), ("late", 0)]
-    for name, seed in places:
+@pytest.mark.parametrize("is_sweep", [False, True])
+def test_a_folder_of_runs_is_read_as_its_runs_with_steps(write_run, tmp_path, is_sweep):
+    """The baseline (with evaluation.start) is first, out of alphabetical order.
+
+    The folder of a sweep also has a recipe.
+    """
+    outer, runs = tmp_path / "outer", [("eepo", 0), ("grpo", 0), ("grpo", 1), ("late", 0)]
+    for name, seed in runs:
         start = "[evaluation]\nstart = true\n" if (name, seed) == ("grpo", 0) else ""
         (outer / name).mkdir(parents=True, exist_ok=True)
         write_run(name, seed, settings=start).rename(outer / name / f"seed-{seed}")
     (outer / "late" / "seed-0" / "metrics.jsonl").unlink()
-    if swept:
+    if is_sweep:
         (outer / "recipe.toml").write_text('name = "base"\n')
     assert [(run.name, run.seed) for run in read_runs([outer])] == [
         ("grpo", 0),
@@ -76,9 +79,10 @@ def test_a_folder_of_runs_stands_for_those_with_steps(write_run, tmp_path, swept
         read_runs([outer / "late"])
 
 
-def test_a_folder_that_holds_no_runs_is_told_what_to_give(tmp_path):
+def test_a_folder_without_runs_is_refused_with_advice(tmp_path):
     with pytest.raises(
-        UserError, match=r"no recipe\.toml; give runs, or the folder of a comparison or a sweep"
+        UserError,
+        match=r"\(no recipe\.toml\); give run folders, or the folder of a comparison or a sweep",
     ):
         read_runs([tmp_path])
 
@@ -88,7 +92,7 @@ def test_a_missing_folder_is_named(tmp_path):
         read_run(tmp_path / "nowhere")
 
 
-def test_the_other_files_may_be_missing(write_run):
+def test_optional_files_may_be_missing(write_run):
     folder = write_run()
     for name in ("environment.json", "evaluations.jsonl", "completions.jsonl"):
         (folder / name).unlink()
@@ -96,39 +100,39 @@ def test_the_other_files_may_be_missing(write_run):
     assert (run.environment, run.evaluations, run.completions) == ({}, [], [])
 
 
-def test_what_is_kept_of_many_completions_is_bounded_and_counted(write_run):
+def test_the_number_of_kept_completions_is_limited_and_all_are_counted(write_run):
     folder = write_run()
-    rows = [{"step": 1 + number // 4} for number in range(4 * MOST_COMPLETIONS)]
+    rows = [{"step": 1 + number // 4} for number in range(4 * MAX_COMPLETIONS)]
     (folder / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = read_run(folder)
-    assert MOST_COMPLETIONS / 2 < len(run.completions) <= MOST_COMPLETIONS + 4
-    assert run.num_logged == 4 * MOST_COMPLETIONS
+    assert MAX_COMPLETIONS / 2 < len(run.completions) <= MAX_COMPLETIONS + 4
+    assert run.num_logged == 4 * MAX_COMPLETIONS
 
 
 def test_steps_are_kept_whole_and_evenly_spread():
-    rows = [{"step": step, "place": place} for step in range(1, 101) for place in range(3)]
-    kept = spread_steps(rows, 60)
+    rows = [{"step": step, "index": index} for step in range(1, 101) for index in range(3)]
+    kept = thin_steps(rows, 60)
     steps = sorted({row["step"] for row in kept})
     assert steps == [*range(1, 101, 8), 100]
     assert [row for row in rows if row["step"] in steps] == kept
-    assert spread_steps(rows, 300) == rows
+    assert thin_steps(rows, 300) == rows
 
 
-def test_a_step_larger_than_the_bound_is_cut():
+def test_a_step_larger_than_the_limit_is_cut():
     rows = [{"step": step} for step in (1, 2, 3) for _ in range(50)]
-    assert [row["step"] for row in spread_steps(rows, 10)] == [1] * 10 + [3] * 10
+    assert [row["step"] for row in thin_steps(rows, 10)] == [1] * 10 + [3] * 10
 
 
-def test_the_last_step_that_forgot_something_is_kept():
+def test_the_last_step_with_unlearning_is_kept():
     rows = [{"step": step, "logprob": -1.0} for step in range(1, 101)]
     rows[89]["logprob_after"] = rows[29]["logprob_after"] = -2.0
-    steps = [row["step"] for row in spread_steps(rows, 4)]
+    steps = [row["step"] for row in thin_steps(rows, 4)]
     assert steps[0] == 1
     assert {90, 100} <= set(steps)
     assert 30 not in steps
 
 
-def test_values_that_are_not_finite_are_left_out_of_series(write_run):
+def test_series_omit_values_that_are_not_finite(write_run):
     folder = write_run()
     (folder / "metrics.jsonl").write_text(
         '{"step": 1, "entropy": NaN}\n{"step": 2, "entropy": 0.5}\n{"step": 3}\n'
@@ -147,7 +151,7 @@ def test_methods_keep_their_order_and_seeds_are_sorted(write_run):
     assert list(by_method(runs)) == ["grpo", "eepo"]
 
 
-def test_one_seed_given_twice_is_refused(write_run):
+def test_a_duplicate_seed_is_refused(write_run):
     run = read_run(write_run())
     with pytest.raises(UserError, match="both grpo with seed 0"):
         by_method([run, run])
@@ -157,5 +161,6 @@ def test_reports_do_not_import_torch():
     import subprocess
     import sys
 
-    code = "import sys, eepo.reports; sys.exit('torch' in sys.modules or 'matplotlib.pyplot' in sys.modules)"
+    unwanted = ["torch", "matplotlib.pyplot"]
+    code = f"import sys, eepo.reports; sys.exit(any(name in sys.modules for name in {unwanted}))"
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=Path("/")).returncode == 0

@@ -1,4 +1,4 @@
-"""The live page: it follows a run through stops and resumptions, and answers nobody but this machine's own browser."""
+"""Tests the live page: it follows a run that stops and resumes, and answers only local requests."""
 
 from __future__ import annotations
 
@@ -22,19 +22,27 @@ from typing import Any
 import pytest
 
 from eepo.reports import watch
-from eepo.reports.watch import LONG, Place, Watched, WatchServer, outer_page, read_place
+from eepo.reports.watch import (
+    STALL_SECONDS,
+    LiveReport,
+    RunStatus,
+    WatchServer,
+    outer_page,
+    read_run_status,
+)
 from eepo.runs.runlog import ALARMS, COMPLETIONS, EVALUATIONS, METRICS, RunLog
 from eepo.types import UserError
 
 
 def metrics(step: int) -> dict[str, Any]:
     return {
-        "step": step, "reward": 0.25, "entropy": 0.5, "length": 9.0, "stage1/reward": 0.25, "stage1/entropy": 0.5,
-        "stage1/length": 9.0, "seconds/stage1": 1.0, "seconds/total": 2.0, "zero_advantage_share": 0.5,
+        "step": step, "reward": 0.25, "entropy": 0.5, "length": 9.0, "zero_advantage_share": 0.5,
+        "stage1/reward": 0.25, "stage1/entropy": 0.5, "stage1/length": 9.0,
+        "seconds/stage1": 1.0, "seconds/total": 2.0,
     }  # fmt: skip
 
 
-def begin(folder: Path, name: str = "grpo", num_steps: int = 9) -> RunLog:
+def start_run(folder: Path, name: str = "grpo", num_steps: int = 9) -> RunLog:
     log = RunLog(folder)
     log.write_recipe(f'name = "{name}"\n[training]\nnum_steps = {num_steps}\nseed = 0\n')
     return log
@@ -45,7 +53,7 @@ def serve() -> Iterator[Callable[..., WatchServer]]:
     servers = []
 
     def start(*folders: Path, clock: Callable[[], float] = time.time) -> WatchServer:
-        server = WatchServer(Watched(folders, clock), 0, 5.0)
+        server = WatchServer(LiveReport(folders, clock), 0, 5.0)
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         servers.append(server)
         return server
@@ -61,29 +69,29 @@ def get(
 ) -> tuple[int, dict[str, str], str]:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=60)
     connection.request(method, path, headers={"Host": host} if host else {})
-    answer = connection.getresponse()
-    body = answer.read().decode("utf-8")
+    response = connection.getresponse()
+    body = response.read().decode("utf-8")
     connection.close()
-    return answer.status, {key.lower(): value for key, value in answer.getheaders()}, body
+    return response.status, {key.lower(): value for key, value in response.getheaders()}, body
 
 
 def status(server: WatchServer) -> dict[str, Any]:
     return json.loads(get(server, "/status")[2])
 
 
-# --- following a run --------------------------------------------------------------------------------------------------
+# ---- following a run
 
 
-def test_it_follows_a_run_from_before_its_folder_exists_to_its_end(
+def test_a_run_is_followed_from_before_its_folder_exists_to_its_end(
     tmp_path: Path, serve: Callable[..., WatchServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "REST", 0)
+    monkeypatch.setattr(watch, "PAUSE_RATIO", 0)
     folder = tmp_path / "run"
     server = serve(folder)
     versions = [status(server)["version"]]
-    assert status(server)["line"] == "no step yet"
-    assert "no step has been finished yet" in get(server, "/report")[2]
-    log = begin(folder)
+    assert status(server)["line"] == "no step finished yet"
+    assert "no step is finished yet" in get(server, "/report")[2]
+    log = start_run(folder)
     log.append(METRICS, metrics(1))
     versions.append(status(server)["version"])
     assert status(server)["line"].startswith("step 1 of 9, 0 s ago")
@@ -100,11 +108,11 @@ def test_it_follows_a_run_from_before_its_folder_exists_to_its_end(
     assert len(set(versions)) == 4
 
 
-def test_a_run_that_goes_back_to_its_checkpoint_is_followed_there(
+def test_a_run_that_goes_back_to_its_checkpoint_is_followed(
     tmp_path: Path, serve: Callable[..., WatchServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "REST", 0)
-    log = begin(tmp_path)
+    monkeypatch.setattr(watch, "PAUSE_RATIO", 0)
+    log = start_run(tmp_path)
     log.append(METRICS, *map(metrics, (1, 2, 3)))
     with (tmp_path / METRICS).open("a") as file:
         file.write('{"step": 4, "rew')  # killed while writing
@@ -118,16 +126,16 @@ def test_a_run_that_goes_back_to_its_checkpoint_is_followed_there(
     assert after["line"].startswith("step 1 ")
     assert "seed 0, 1 steps" in get(server, "/report")[2]
     shutil.rmtree(tmp_path)
-    assert status(server)["line"] == "no step yet"
-    assert "no step has been finished yet" in get(server, "/report")[2]
+    assert status(server)["line"] == "no step finished yet"
+    assert "no step is finished yet" in get(server, "/report")[2]
 
 
 @pytest.mark.parametrize("name", [METRICS, EVALUATIONS, COMPLETIONS, "recipe.toml"])
-def test_a_damaged_file_is_told_of_and_does_not_end_it(
+def test_a_damaged_file_is_reported_and_does_not_stop_the_server(
     name: str, tmp_path: Path, serve: Callable[..., WatchServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "REST", 0)
-    begin(tmp_path).append(METRICS, metrics(1))
+    monkeypatch.setattr(watch, "PAUSE_RATIO", 0)
+    start_run(tmp_path).append(METRICS, metrics(1))
     kept = (tmp_path / name).read_text() if (tmp_path / name).exists() else ""
     (tmp_path / name).write_text("not <json>\n" + kept)
     server = serve(tmp_path)
@@ -138,15 +146,15 @@ def test_a_damaged_file_is_told_of_and_does_not_end_it(
     assert "seed 0, 1 steps" in get(server, "/report")[2]
 
 
-def test_the_runs_of_a_comparison_appear_as_they_begin(
+def test_the_runs_of_a_comparison_appear_when_they_start(
     tmp_path: Path, serve: Callable[..., WatchServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "REST", 0)
+    monkeypatch.setattr(watch, "PAUSE_RATIO", 0)
     server = serve(tmp_path)
-    begin(tmp_path / "grpo" / "seed-0").append(METRICS, metrics(1))
-    begin(tmp_path / "eepo" / "seed-0", name="eepo")
+    start_run(tmp_path / "grpo" / "seed-0").append(METRICS, metrics(1))
+    start_run(tmp_path / "eepo" / "seed-0", name="eepo")
     line = status(server)["line"]
-    assert "eepo/seed-0: no step yet" in line
+    assert "eepo/seed-0: no step finished yet" in line
     assert "grpo/seed-0: step 1 of 9" in line
     page = get(server, "/report")[2]
     assert "grpo: seed 0, 1 steps" in page
@@ -155,72 +163,75 @@ def test_the_runs_of_a_comparison_appear_as_they_begin(
     assert "eepo: seed 0, 2 steps" in get(server, "/report")[2]
 
 
-def test_a_sweep_s_folder_stands_for_its_runs(tmp_path: Path) -> None:
-    """It has a recipe of its own, and no steps."""
-    begin(tmp_path)
-    assert Watched([tmp_path]).run_folders() == [tmp_path]
-    begin(tmp_path / "gate=step" / "seed-0")
-    assert Watched([tmp_path]).run_folders() == [tmp_path / "gate=step" / "seed-0"]
+def test_the_folder_of_a_sweep_is_read_as_its_runs(tmp_path: Path) -> None:
+    """It has a recipe, but no steps."""
+    start_run(tmp_path)
+    assert LiveReport([tmp_path]).run_folders() == [tmp_path]
+    start_run(tmp_path / "gate=step" / "seed-0")
+    assert LiveReport([tmp_path]).run_folders() == [tmp_path / "gate=step" / "seed-0"]
 
 
-def test_alarms_that_are_on_are_shown(tmp_path: Path, serve: Callable[..., WatchServer]) -> None:
-    log = begin(tmp_path)
+def test_active_alarms_are_shown(tmp_path: Path, serve: Callable[..., WatchServer]) -> None:
+    log = start_run(tmp_path)
     log.append(METRICS, metrics(1))
     log.append(ALARMS, {"step": 1, "alarm": "entropy_below", "state": "on"})
     server = serve(tmp_path)
-    assert status(server)["alarms"] == ["alarm: entropy_below, said at step 1"]
+    assert status(server)["alarms"] == ["alarm: entropy_below, reported at step 1"]
     log.append(ALARMS, {"step": 1, "alarm": "entropy_below", "state": "off"})
     assert status(server)["alarms"] == []
 
 
-def test_a_run_that_stands_still_is_said_to() -> None:
-    place = Place(step=3, num_steps=9, seconds=10.0, written=1000.0)
-    assert "no new step" not in place.line(1000.0 + LONG + 49)
-    assert place.line(1000.0 + LONG + 51) == "step 3 of 9, 111 s ago: no new step for a while"
-    assert "2 h ago" in place.line(1000.0 + 7300)
-    assert "0 s ago" in place.line(900.0), "clocks of file servers may run ahead"
+def test_a_stalled_run_is_reported() -> None:
+    run_status = RunStatus(step=3, num_steps=9, step_seconds=10.0, modified=1000.0)
+    assert "no new step" not in run_status.line(1000.0 + STALL_SECONDS + 49)
+    assert (
+        run_status.line(1000.0 + STALL_SECONDS + 51)
+        == "step 3 of 9, 111 s ago (no new step for a while)"
+    )
+    assert "2 h ago" in run_status.line(1000.0 + 7300)
+    assert "0 s ago" in run_status.line(900.0), "the clock of a file server may be ahead"
 
 
-def test_an_empty_metrics_file_is_no_step(tmp_path: Path) -> None:
-    begin(tmp_path)
+def test_an_empty_metrics_file_means_no_finished_step(tmp_path: Path) -> None:
+    start_run(tmp_path)
     (tmp_path / METRICS).touch()
-    assert read_place(tmp_path) == Place()
+    assert read_run_status(tmp_path) == RunStatus()
 
 
-# --- cost -------------------------------------------------------------------------------------------------------------
+# ---- cost
 
 
-def test_it_draws_only_when_files_changed_and_then_rests(
+def test_the_report_is_drawn_only_after_files_changed_and_then_pauses(
     tmp_path: Path, serve: Callable[..., WatchServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, draws = [1000.0], []
 
     def slow(folders: Any, out: Path) -> Path:
         draws.append(now[0])
-        now[0] += 2.0  # what a drawing takes
+        now[0] += 2.0  # the time to draw
         out.write_text(f"drawing {len(draws)}")
         return out
 
     monkeypatch.setattr(watch, "write_report", slow)
-    log = begin(tmp_path)
+    log = start_run(tmp_path)
     log.append(METRICS, metrics(1))
     server = serve(tmp_path, clock=lambda: now[0])
     assert [get(server, "/report")[2] for _ in range(3)] == ["drawing 1"] * 3
     first = status(server)["version"]
     log.append(METRICS, metrics(2))
-    assert status(server)["version"] == first, "resting"
+    assert status(server)["version"] == first, "paused"
     assert get(server, "/report")[2] == "drawing 1"
-    now[0] += 2.0 * watch.REST + 0.1
+    now[0] += 2.0 * watch.PAUSE_RATIO + 0.1
     assert status(server)["version"] != first
     assert get(server, "/report")[2] == "drawing 2"
     assert len(draws) == 2
 
 
-# --- who may ask what -------------------------------------------------------------------------------------------------
+# ---- security
 
 
 @pytest.mark.parametrize("host", ["localhost", "localhost:9999", "127.0.0.1", "127.0.0.1:8642"])
-def test_this_machine_is_answered(
+def test_requests_for_a_local_host_name_are_answered(
     host: str, tmp_path: Path, serve: Callable[..., WatchServer]
 ) -> None:
     assert get(serve(tmp_path), "/status", host)[0] == 200
@@ -238,15 +249,15 @@ def test_this_machine_is_answered(
         "192.168.0.2",
     ],
 )
-def test_a_page_from_elsewhere_under_another_name_is_refused(
+def test_requests_for_another_host_name_are_refused(
     host: str, path: str, tmp_path: Path, serve: Callable[..., WatchServer]
 ) -> None:
     code, headers, body = get(serve(tmp_path), path, host)
-    assert (code, body) == (403, "only as localhost\n")
+    assert (code, body) == (403, "the host must be localhost or 127.0.0.1\n")
     assert "access-control-allow-origin" not in headers
 
 
-def test_a_request_without_a_host_is_refused(
+def test_a_request_without_a_host_header_is_refused(
     tmp_path: Path, serve: Callable[..., WatchServer]
 ) -> None:
     with socket.create_connection(
@@ -268,21 +279,21 @@ def test_a_request_without_a_host_is_refused(
         "/.",
     ],
 )
-def test_there_is_nothing_else(
+def test_other_paths_are_not_found(
     path: str, tmp_path: Path, serve: Callable[..., WatchServer]
 ) -> None:
-    begin(tmp_path).append(METRICS, metrics(1))
-    assert get(serve(tmp_path), path)[::2] == (404, "nothing here\n")
+    start_run(tmp_path).append(METRICS, metrics(1))
+    assert get(serve(tmp_path), path)[::2] == (404, "not found\n")
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
-def test_nothing_can_be_sent(
+def test_other_methods_are_not_supported(
     method: str, tmp_path: Path, serve: Callable[..., WatchServer]
 ) -> None:
     assert get(serve(tmp_path), "/", method=method)[0] == 501
 
 
-def test_it_listens_on_the_loopback_address_alone(
+def test_the_server_listens_only_on_the_loopback_address(
     tmp_path: Path, serve: Callable[..., WatchServer]
 ) -> None:
     server = serve(tmp_path)
@@ -290,7 +301,7 @@ def test_it_listens_on_the_loopback_address_alone(
     assert server.url.startswith("http://127.0.0.1:")
 
 
-def test_headers_keep_pages_fresh_and_scripts_out(
+def test_headers_prevent_caching_and_other_scripts(
     tmp_path: Path, serve: Callable[..., WatchServer]
 ) -> None:
     server = serve(tmp_path)
@@ -309,46 +320,45 @@ def test_headers_keep_pages_fresh_and_scripts_out(
     assert get(server, "/report")[1]["content-security-policy"] == "frame-ancestors 'self'"
 
 
-def test_a_folders_name_is_text(tmp_path: Path) -> None:
+def test_the_name_of_a_folder_is_escaped(tmp_path: Path) -> None:
     folder = tmp_path / "<script>alert(1)<"
-    assert "<script>" not in Watched([folder]).page().decode()
+    assert "<script>" not in LiveReport([folder]).page().decode()
     assert outer_page(0.5).count("<script>") == 1
 
 
-# --- the command ------------------------------------------------------------------------------------------------------
+# ---- the command
 
 
-def test_a_file_and_a_taken_port_are_one_line(
+def test_errors_for_a_file_and_a_used_port_are_one_line(
     tmp_path: Path, serve: Callable[..., WatchServer]
 ) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="is a file"):
-        Watched([tmp_path / "file"])
+        LiveReport([tmp_path / "file"])
     port = serve(tmp_path).server_address[1]
     with pytest.raises(UserError, match=f"--port {port} cannot be used") as caught:
-        WatchServer(Watched([tmp_path]), port, 5.0)
+        WatchServer(LiveReport([tmp_path]), port, 5.0)
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_ctrl_c_ends_the_command_in_order(tmp_path: Path) -> None:
-    begin(tmp_path).append(METRICS, metrics(1))
+def test_ctrl_c_ends_the_command_without_an_error(tmp_path: Path) -> None:
+    start_run(tmp_path).append(METRICS, metrics(1))
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", "eepo", "watch", str(tmp_path), "--port", "0"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1", "TERM": "dumb"},
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        ),  # tests in the background ignore it
+        # A test in the background would ignore SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         assert process.stdout is not None
-        said = process.stdout.readline()
+        output = process.stdout.readline()
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     finally:
         process.kill()
         process.wait()
-    assert re.search(r"at http://127\.0\.0\.1:\d+/", said)
+    assert re.search(r"at http://127\.0\.0\.1:\d+/", output)
     assert (process.returncode, errors) == (0, "")

@@ -1,4 +1,4 @@
-"""Reads run folders, and nothing else: tables, figures, one HTML page."""
+"""Turns run folders into tables, figures and one HTML page. Nothing but run folders is read."""
 
 from __future__ import annotations
 

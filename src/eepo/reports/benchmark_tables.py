@@ -1,5 +1,7 @@
-"""Results on benchmarks as tables in the paper's layout: a row for each model, a column for each benchmark, the average
-last. On the terminal, in Markdown and in LaTeX; all from the `results.json` of evaluation folders.
+"""Formats benchmark results in the layout of the paper's tables.
+
+Rows are models, columns are benchmarks, the last column is the average. Tables are written for the
+terminal, in Markdown and in LaTeX, from the `results.json` files of evaluation folders.
 """
 
 from __future__ import annotations
@@ -16,18 +18,13 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from eepo.runs.runlog import write_whole
+from eepo.runs.runlog import write_atomically
 from eepo.types import UserError
 
 ACCURACY = "greedy/accuracy"
 MISSING = "–"
-SAME = (
-    "template",
-    "max_new_tokens",
-    "max_prompt_tokens",
-    "limit",
-    "reward",
-)  # or rows are not comparable
+# Rows are comparable only if these settings are equal.
+COMPARED_SETTINGS = ("template", "max_new_tokens", "max_prompt_tokens", "limit", "reward")
 LABELS = {
     "accuracy": "pass@1",
     "format_share": "answer found",
@@ -37,7 +34,9 @@ LABELS = {
 
 
 @dataclass(frozen=True)
-class Result:
+class ModelResult:
+    """Holds the contents of one `results.json`."""
+
     label: str
     settings: dict[str, Any]
     benchmarks: dict[str, dict[str, Any]]
@@ -49,87 +48,102 @@ class Cell:
     number: str
     interval: str = ""
 
+    def text(self) -> str:
+        return f"{self.number} [{self.interval}]" if self.interval else self.number
+
 
 @dataclass(frozen=True)
-class Grid:
+class ResultTable:
+    """Holds a table before it is formatted for the terminal, Markdown or LaTeX."""
+
     caption: str
-    corner: str  # what the rows are
+    row_heading: str  # the heading of the first column
     columns: list[str]
     rows: list[tuple[str, list[Cell]]]
 
 
-def read_result(place: str | Path) -> Result:
-    """From an evaluation's folder, or `LABEL=FOLDER` to call its row by another name."""
-    label, equals, named = str(place).partition("=")
-    folder = Path(named if equals and not Path(place).is_dir() else place)
+def read_result(source: str | Path) -> ModelResult:
+    """Read an evaluation folder. `LABEL=FOLDER` sets the label of its row."""
+    label, equals, folder_name = str(source).partition("=")
+    is_labelled = bool(equals) and not Path(source).is_dir()
+    folder = Path(folder_name if is_labelled else source)
     path = folder / "results.json"
     if not path.is_file():
-        raise UserError(f"{folder} holds no results.json; give folders of finished evaluations")
+        raise UserError(f"{folder}: no results.json; give folders of finished evaluations")
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        name = label if folder != Path(place) else model_label(told["settings"]["model"])
-        return Result(name, told["settings"], told["benchmarks"], told["average"])
+        results = json.loads(path.read_text(encoding="utf-8"))
+        settings = results["settings"]
+        name = label if is_labelled else model_label(settings["model"])
+        return ModelResult(name, settings, results["benchmarks"], results["average"])
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: not the results of an evaluation") from error
 
 
 def model_label(model: str) -> str:
-    """The last part of a hub name or folder that says something."""
-    parts = [
-        part
-        for part in re.split(r"[/\\:]", model)
-        if part not in ("", ".", "..", "~", "final", "checkpoints")
-    ]
+    """Return the last informative part of a hub name or folder."""
+    uninformative = ("", ".", "..", "~", "final", "checkpoints")
+    parts = [part for part in re.split(r"[/\\:]", model) if part not in uninformative]
     return parts[-1] if parts else Path(model).expanduser().resolve().name
 
 
-def write_tables(places: Sequence[str | Path], out: Path) -> list[Path]:
-    """`results.md` and `results.tex` in `out`: one table over all models, then one for each with every measure."""
-    results = [read_result(place) for place in places]
-    grids = [accuracy_grid(results), *map(measures_grid, results)]
+def write_benchmark_tables(sources: Sequence[str | Path], out: Path) -> list[Path]:
+    """Write `results.md` and `results.tex` to `out`.
+
+    The first table compares all models, then each model has a table with every measure.
+    """
+    results = [read_result(source) for source in sources]
+    tables = [accuracy_table(results), *map(measures_table, results)]
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--out {out} cannot be made: {error.strerror}") from error
-    write_whole(out / "results.md", "\n".join(map(markdown, grids)))
-    write_whole(
-        out / "results.tex", "% needs \\usepackage{booktabs}\n" + "\n".join(map(latex, grids))
-    )
+        raise UserError(f"--out {out} cannot be created: {error.strerror}") from error
+    latex = "% needs \\usepackage{booktabs}\n" + "\n".join(map(format_latex, tables))
+    write_atomically(out / "results.md", "\n".join(map(format_markdown, tables)))
+    write_atomically(out / "results.tex", latex)
     return [out / "results.md", out / "results.tex"]
 
 
-# ---- what stands in them
+# ---- contents
 
 
-def accuracy_grid(results: Sequence[Result]) -> Grid:
-    """Models against benchmarks, by greedy pass@1."""
+def accuracy_table(results: Sequence[ModelResult]) -> ResultTable:
+    """Compare models by greedy pass@1 on each benchmark."""
     titles = _titles(results)
     notes = [
         "Greedy pass@1 in percent; brackets: 95 % bootstrap interval over problems. "
-        "Average: over benchmarks, each of equal weight.",
+        "Average: over benchmarks, with equal weights.",
         *_problem_notes(results),
         *_difference_notes(results),
     ]
     rows = [(result.label, _cells(result, ACCURACY, list(titles))) for result in results]
-    return Grid(" ".join(notes), "Method", [*titles.values(), "Average"], rows)
+    return ResultTable(" ".join(notes), "Method", [*titles.values(), "Average"], rows)
 
 
-def measures_grid(result: Result) -> Grid:
-    """Every measure of one model; accuracy never without how often an answer was found at all."""
+def measures_table(result: ModelResult) -> ResultTable:
+    """List every measure of one model, so that accuracy is shown beside the share of answers."""
     titles = _titles([result])
-    measures = max(
-        (list(told["measures"]) for told in result.benchmarks.values()), key=len, default=[]
-    )
-    shown = [key for key in measures if key != "samples/pass@1"]  # of samples it is their mean
+    all_measures = [list(benchmark["measures"]) for benchmark in result.benchmarks.values()]
+    measures = max(all_measures, key=len, default=[])
+    rows = [
+        (measure_label(measure), _cells(result, measure, list(titles)))
+        for measure in measures
+        if measure != "samples/pass@1"  # equal to the mean of the samples
+    ]
+    caption = _settings_caption(result)
+    return ResultTable(caption, "Measure", [*titles.values(), "Average"], rows)
+
+
+def _settings_caption(result: ModelResult) -> str:
     settings = result.settings
-    drawn = f" {settings['num_samples']} samples at temperature {settings['temperature']};"
-    caption = (
-        f"{result.label}: greedy;{drawn if settings['num_samples'] else ''} template {_short(settings['template'])}; "
-        f"at most {settings['max_new_tokens']} new tokens. In percent, but for tokens; "
+    parts = ["greedy"]
+    if settings["num_samples"]:
+        parts.append(f"{settings['num_samples']} samples at temperature {settings['temperature']}")
+    template = settings["template"] if settings["template"] in ("boxed", "chat") else "custom"
+    parts += [f"template {template}", f"at most {settings['max_new_tokens']} new tokens"]
+    return (
+        f"{result.label}: {'; '.join(parts)}. All values except tokens are in percent; "
         "brackets: 95 % bootstrap interval over problems."
     )
-    rows = [(measure_label(key), _cells(result, key, list(titles))) for key in shown]
-    return Grid(caption, "Measure", [*titles.values(), "Average"], rows)
 
 
 def measure_label(measure: str) -> str:
@@ -137,120 +151,122 @@ def measure_label(measure: str) -> str:
     return f"{kind} {LABELS[name]}" if name in LABELS else name
 
 
-def _titles(results: Sequence[Result]) -> dict[str, str]:
-    return {name: told["title"] for result in results for name, told in result.benchmarks.items()}
-
-
-def _cells(result: Result, measure: str, names: Sequence[str]) -> list[Cell]:
-    """An average over other benchmarks than the table's is left out: it would be compared."""
-    found = [result.benchmarks.get(name, {}).get("measures", {}).get(measure) for name in names]
-    average = result.average.get(measure) if set(names) == set(result.benchmarks) else None
-    form, scale = ("{:,.0f}", 1) if measure.endswith("/length") else ("{:.1f}", 100)
-    return [_cell(one, form, scale) if one else Cell(MISSING) for one in (*found, average)]
-
-
-def _cell(told: dict[str, float], form: str, scale: float) -> Cell:
-    """Where all problems are alike the bootstrap knows no width: no interval is truer than one of zero."""
-    number, low, high = (form.format(scale * told[key]) for key in ("mean", "low", "high"))
-    return Cell(number, f"{low}, {high}" if told["low"] < told["high"] else "")
-
-
-def _problem_notes(results: Sequence[Result]) -> list[str]:
-    counts = {
-        told["title"]: told["num_problems"]
+def _titles(results: Sequence[ModelResult]) -> dict[str, str]:
+    return {
+        name: benchmark["title"]
         for result in results
-        for told in result.benchmarks.values()
+        for name, benchmark in result.benchmarks.items()
     }
-    notes = [f"Problems: {', '.join(f'{title} {number:,}' for title, number in counts.items())}."]
-    left_out = {
-        told["title"]: told["num_left_out"]
-        for result in results
-        for told in result.benchmarks.values()
-        if told["num_left_out"]
+
+
+def _cells(result: ModelResult, measure: str, benchmarks: Sequence[str]) -> list[Cell]:
+    """Omit the average if it is over other benchmarks than the table's."""
+    values = [
+        result.benchmarks.get(name, {}).get("measures", {}).get(measure) for name in benchmarks
+    ]
+    same_benchmarks = set(benchmarks) == set(result.benchmarks)
+    values.append(result.average.get(measure) if same_benchmarks else None)
+    number_format, factor = ("{:,.0f}", 1) if measure.endswith("/length") else ("{:.1f}", 100)
+    return [_cell(value, number_format, factor) if value else Cell(MISSING) for value in values]
+
+
+def _cell(value: dict[str, float], number_format: str, factor: float) -> Cell:
+    """Omit the interval if its width is 0: the bootstrap cannot estimate it from equal values."""
+    mean, low, high = (number_format.format(factor * value[key]) for key in ("mean", "low", "high"))
+    return Cell(mean, f"{low}, {high}" if value["low"] < value["high"] else "")
+
+
+def _problem_notes(results: Sequence[ModelResult]) -> list[str]:
+    benchmarks = [benchmark for result in results for benchmark in result.benchmarks.values()]
+    counts = {benchmark["title"]: benchmark["num_problems"] for benchmark in benchmarks}
+    texts = [f"{title} {count:,}" for title, count in counts.items()]
+    notes = [f"Problems: {', '.join(texts)}."]
+    skipped = {
+        benchmark["title"]: benchmark["num_left_out"]
+        for benchmark in benchmarks
+        if benchmark["num_left_out"]
     }
-    if left_out:
-        told = ", ".join(f"{number} of {title}" for title, number in left_out.items())
-        notes.append(f"Left out, as their prompts are too long: {told}.")
+    if skipped:
+        texts = [f"{count} of {title}" for title, count in skipped.items()]
+        notes.append(f"Skipped because the prompt is too long: {', '.join(texts)}.")
     return notes
 
 
-def _difference_notes(results: Sequence[Result]) -> list[str]:
-    """Rows that were asked otherwise are not comparable, and the table says so."""
-    unlike = [key for key in SAME if len({str(result.settings.get(key)) for result in results}) > 1]
+def _difference_notes(results: Sequence[ModelResult]) -> list[str]:
+    """Warn if rows are not comparable."""
+    differing = [
+        key
+        for key in COMPARED_SETTINGS
+        if len({str(result.settings.get(key)) for result in results}) > 1
+    ]
     counts = {
-        (name, told["num_problems"])
+        (name, benchmark["num_problems"])
         for result in results
-        for name, told in result.benchmarks.items()
+        for name, benchmark in result.benchmarks.items()
     }
     if len(counts) > len(dict(counts)):
-        unlike.append("number of problems")
-    return [f"Rows are not comparable: they differ in {', '.join(unlike)}."] if unlike else []
+        differing.append("number of problems")
+    if not differing:
+        return []
+    return [f"Rows are not comparable: they differ in {', '.join(differing)}."]
 
 
-def _short(template: str) -> str:
-    return template if template in ("boxed", "chat") else "of its own"
+# ---- formats
 
 
-# ---- how they look
+def format_terminal(table: ResultTable, width: int = 80) -> Group:
+    """Put intervals below their numbers, and split columns into blocks that fit the width."""
+    label_width = min(24, 2 + max(len(label) for label, _ in table.rows))
+    num_columns = max(1, (width - label_width) // 13)
+    starts = range(0, len(table.columns), num_columns)
+    blocks = [_terminal_block(table, slice(start, start + num_columns)) for start in starts]
+    return Group(*blocks, Text(table.caption.replace("brackets", "ranges")))
 
 
-def terminal(grid: Grid, width: int = 80) -> Group:
-    """Intervals under their numbers, and columns in as many blocks as the width needs."""
-    first = min(24, 2 + max(len(label) for label, _ in grid.rows))
-    at_once = max(1, (width - first) // 13)
-    blocks = [
-        _block(grid, start, start + at_once) for start in range(0, len(grid.columns), at_once)
-    ]
-    return Group(*blocks, Text(grid.caption.replace("brackets", "ranges")))
-
-
-def _block(grid: Grid, start: int, end: int) -> Table:
-    """`Text` cells, because a model's name may hold rich's own markup."""
-    table = Table(box=SIMPLE, pad_edge=False)
-    table.add_column(grid.corner.lower(), overflow="fold")
-    for column in grid.columns[start:end]:
-        table.add_column(
-            Text(column.replace(" ", "\n") if len(column) > 8 else column), justify="right"
-        )
-    for label, cells in grid.rows:
+def _terminal_block(table: ResultTable, columns: slice) -> Table:
+    """Use `Text` cells: the name of a model may contain rich markup."""
+    block = Table(box=SIMPLE, pad_edge=False)
+    block.add_column(table.row_heading.lower(), overflow="fold")
+    for column in table.columns[columns]:
+        heading = column.replace(" ", "\n") if len(column) > 8 else column
+        block.add_column(Text(heading), justify="right")
+    for label, cells in table.rows:
         numbers = [
             Text.assemble(cell.number, "\n", (cell.interval.replace(", ", "–"), "dim"))
-            for cell in cells[start:end]
+            for cell in cells[columns]
         ]
-        table.add_row(Text(label), *numbers)
-    return table
+        block.add_row(Text(label), *numbers)
+    return block
 
 
-def markdown(grid: Grid) -> str:
-    lines = [[grid.corner, *grid.columns], ["---", *["---:"] * len(grid.columns)]]
-    for label, cells in grid.rows:
-        lines.append(
-            [label, *(f"{c.number} [{c.interval}]" if c.interval else c.number for c in cells)]
-        )
-    table = "\n".join("| " + " | ".join(map(_markdown_text, line)) + " |" for line in lines)
-    return f"{table}\n\n{_markdown_text(grid.caption)}\n"
+def format_markdown(table: ResultTable) -> str:
+    lines = [[table.row_heading, *table.columns], ["---", *["---:"] * len(table.columns)]]
+    for label, cells in table.rows:
+        lines.append([label, *(cell.text() for cell in cells)])
+    text = "\n".join("| " + " | ".join(map(_escape_markdown, line)) + " |" for line in lines)
+    return f"{text}\n\n{_escape_markdown(table.caption)}\n"
 
 
-def _markdown_text(text: str) -> str:
+def _escape_markdown(text: str) -> str:
     return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
 
 
-def latex(grid: Grid) -> str:
-    """Without intervals, as in the paper: they stand in the Markdown and the JSON."""
-    head = " & ".join(f"\\textbf{{{_stacked(column)}}}" for column in [grid.corner, *grid.columns])
+def format_latex(table: ResultTable) -> str:
+    """Omit intervals, as the paper does: Markdown and JSON have them."""
+    headings = [f"\\textbf{{{_stack_words(text)}}}" for text in [table.row_heading, *table.columns]]
     rows = [
-        " & ".join(map(latex_text, [label, *(cell.number for cell in cells)]))
-        for label, cells in grid.rows
+        " & ".join(map(escape_latex, [label, *(cell.number for cell in cells)]))
+        for label, cells in table.rows
     ]
-    caption = re.sub(r";? brackets: [^.]*\.", ".", grid.caption)
+    caption = re.sub(r";? brackets: [^.]*\.", ".", table.caption)
     return "\n".join(
         [
             "\\begin{table*}[h]",
             "\\centering",
-            f"\\caption{{{latex_text(caption)}}}",
-            f"\\begin{{tabular}}{{l{'c' * len(grid.columns)}}}",
+            f"\\caption{{{escape_latex(caption)}}}",
+            f"\\begin{{tabular}}{{l{'c' * len(table.columns)}}}",
             "\\toprule",
-            f"{head} \\\\",
+            f"{' & '.join(headings)} \\\\",
             "\\midrule",
             *(f"{row} \\\\" for row in rows),
             "\\bottomrule",
@@ -261,22 +277,21 @@ def latex(grid: Grid) -> str:
     )
 
 
-def latex_text(text: str) -> str:
-    """What TeX would take for an order, as a sign on the page."""
-    signs = {sign: f"\\{sign}" for sign in "&%$#_{}"}
-    signs |= {
+def escape_latex(text: str) -> str:
+    escapes = {character: f"\\{character}" for character in "&%$#_{}"}
+    escapes |= {
         "\\": "\\textbackslash{}",
         "~": "\\textasciitilde{}",
         "^": "\\textasciicircum{}",
         MISSING: "--",
     }
-    return "".join(signs.get(sign, sign) for sign in " ".join(text.split()))
+    return "".join(escapes.get(character, character) for character in " ".join(text.split()))
 
 
-def _stacked(title: str) -> str:
-    """A long title of two words on two lines."""
+def _stack_words(title: str) -> str:
+    """Put a long title on two lines."""
     words = title.split(" ", 1)
     if len(title) <= 8 or len(words) == 1:
-        return latex_text(title)
-    upper, lower = map(latex_text, words)
+        return escape_latex(title)
+    upper, lower = map(escape_latex, words)
     return f"\\begin{{tabular}}[c]{{@{{}}c@{{}}}}{upper}\\\\ {lower}\\end{{tabular}}"

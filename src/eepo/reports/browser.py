@@ -1,6 +1,7 @@
-"""The completions browser: rows as JSON that cannot end its own element, and the one script that may run on the page.
+"""Builds the completions browser: the rows as JSON, and the only script of the report.
 
-The script is named to the browser by its hash, so anything else that looks like a script stays text.
+The page's policy allows this script by its hash, so that no other script can run. The JSON is
+escaped so that it cannot close its HTML element.
 """
 
 from __future__ import annotations
@@ -13,94 +14,101 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eepo.reports.records import Row, Run, by_method, spread_steps
-from eepo.reports.samples import printable, samples_section
+from eepo.reports.records import Row, Run, by_method, thin_steps
+from eepo.reports.samples import replace_unprintable, samples_section
 
-MOST_ROWS, MOST_CHARACTERS = 3000, 1200  # on a page, of a text: a page that can still be mailed
+# Rows on a page, characters of a text: small enough to mail the page.
+MAX_ROWS, MAX_CHARACTERS = 3000, 1200
 SCRIPT = Path(__file__).with_name("browser.js").read_text(encoding="utf-8")
 
 FILTERS = """<div class="filters" role="search">
 <label>run <select id="filter-run"><option value="">all</option></select></label>
 <label>step <select id="filter-step"><option value="">all</option></select></label>
 <label>stage <select id="filter-stage"><option value="">all</option></select></label>
-<label>reward <select id="filter-reward"><option value="">all</option><option value="1">right</option>
-<option value="0">wrong</option></select></label>
-<label>text <input id="filter-text" type="search" placeholder="in completion, prompt or reason"></label>
+<label>reward <select id="filter-reward"><option value="">all</option>
+<option value="1">correct</option><option value="0">wrong</option></select></label>
+<label>text
+<input id="filter-text" type="search" placeholder="in completion, prompt or reason"></label>
 </div>"""
 
 
 def script_policy() -> str:
-    """For the page's Content-Security-Policy: this script and no other."""
+    """Return the script part of the Content-Security-Policy: this script and no other."""
     digest = hashlib.sha256(SCRIPT.encode("utf-8")).digest()
     return f"script-src 'sha256-{base64.b64encode(digest).decode('ascii')}'"
 
 
 def browser_section(runs: Sequence[Run]) -> str:
-    """As HTML. Where no script runs, the page shows a few groups of completions instead."""
+    """Return HTML. Without scripts, the page shows a few groups of completions instead."""
     ordered = [run for seeds in by_method(runs).values() for run in seeds]
-    kept = [spread_steps(run.completions, MOST_ROWS // len(runs)) for run in ordered]
+    kept = [thin_steps(run.completions, MAX_ROWS // len(runs)) for run in ordered]
     if not any(kept):
-        return "<p>The runs kept no completions.</p>"
+        return "<p>No completions were logged.</p>"
+    data = json_for_html(browser_data(ordered, kept))
     return f"""<noscript>
 {samples_section(runs)}
 </noscript>
 <div id="completions-browser" hidden>
 {FILTERS}
-<p class="caption" role="status"><span id="completions-count"></span>. {_left_out(ordered, kept)}</p>
+<p class="caption" role="status"><span id="completions-count"></span>.
+{_coverage(ordered, kept)}</p>
 <div id="completions"></div>
 <button id="completions-more" type="button" hidden>Show more</button>
 </div>
-<script type="application/json" id="completions-data">{harmless_json(browser_data(ordered, kept))}</script>
+<script type="application/json" id="completions-data">{data}</script>
 <script>{SCRIPT}</script>"""
 
 
 def browser_data(runs: Sequence[Run], kept: Sequence[Sequence[Row]]) -> dict[str, Any]:
-    """`kept`: rows of each run. A prompt stands there once, however many completions it has."""
+    """Return the data of the script. `kept` holds the rows of each run.
+
+    Each prompt is stored once, and rows refer to it by index.
+    """
     prompts: dict[str, int] = {}
     rows = [
         {
-            "run": place,
+            "run": run_index,
             "step": int(row["step"]),
             "stage": int(row["stage"]),
-            "reward": _finite(row["reward"]),
+            "reward": _finite_or_none(row["reward"]),
             "reason": cut_text(str(row.get("reason", ""))),
             "prompt": prompts.setdefault(cut_text(str(row["prompt"])), len(prompts)),
             "text": cut_text(str(row["text"])),
             "finished": bool(row["finished"]),
-            "logprob": _finite(row.get("logprob")),
-            "logprob_after": _finite(row.get("logprob_after")),
+            "logprob": _finite_or_none(row.get("logprob")),
+            "logprob_after": _finite_or_none(row.get("logprob_after")),
         }
-        for place, found in enumerate(kept)
-        for row in found
+        for run_index, run_rows in enumerate(kept)
+        for row in run_rows
     ]
-    named = [{"method": printable(run.name), "seed": run.seed} for run in runs]
-    return {"runs": named, "prompts": list(prompts), "rows": rows}
+    names = [{"method": replace_unprintable(run.name), "seed": run.seed} for run in runs]
+    return {"runs": names, "prompts": list(prompts), "rows": rows}
 
 
-def harmless_json(data: Any) -> str:
-    """ASCII without <, > and &: nothing in it can end the element it stands in, or begin another."""
+def json_for_html(data: Any) -> str:
+    """Return ASCII JSON without <, > and &: it cannot close its element or open another one."""
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def cut_text(text: str) -> str:
-    """Printable; of a long text the beginning and the end, where the answer stands."""
-    if len(text) > MOST_CHARACTERS:
-        half = MOST_CHARACTERS // 2
+    """Keep the beginning and the end of a long text, and replace unprintable characters."""
+    if len(text) > MAX_CHARACTERS:
+        half = MAX_CHARACTERS // 2
         text = f"{text[:half]}\n… ({len(text) - 2 * half:,} characters left out) …\n{text[-half:]}"
-    return printable(text)
+    return replace_unprintable(text)
 
 
-def _finite(value: Any) -> float | None:
-    """JSON has no NaN."""
+def _finite_or_none(value: Any) -> float | None:
+    """Return None for NaN and infinity: JSON has neither."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def _left_out(runs: Sequence[Run], kept: Sequence[Sequence[Row]]) -> str:
-    here, logged = sum(map(len, kept)), sum(run.num_logged for run in runs)
-    if here == logged:
-        return f"All {logged:,} completions that were written down are on this page."
+def _coverage(runs: Sequence[Run], kept: Sequence[Sequence[Row]]) -> str:
+    num_kept, num_logged = sum(map(len, kept)), sum(run.num_logged for run in runs)
+    if num_kept == num_logged:
+        return f"All {num_logged:,} logged completions are on this page."
     return (
-        f"{here:,} of {logged:,} completions that were written down are on this page, from steps spread over each run; "
-        "the others are in the run folders."
+        f"{num_kept:,} of {num_logged:,} logged completions are on this page, from steps spread "
+        "over each run; the others are in the run folders."
     )

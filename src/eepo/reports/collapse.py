@@ -1,6 +1,7 @@
-"""Entropy collapse: accuracy on unseen problems and the entropy of what is sampled, over steps and against each other.
+"""Draws accuracy on unseen problems and entropy, over steps and against each other.
 
-In panels of their own, not on two axes of one panel: where such lines cross says nothing, but the eye believes it.
+Accuracy and entropy have separate panels. On two axes of one panel, the point where lines cross
+has no meaning but looks as if it had one.
 """
 
 from __future__ import annotations
@@ -12,100 +13,109 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from eepo.reports.curves import (
-    MOST_BANDED,
-    draw,
+    MAX_BANDED_METHODS,
+    LineStyle,
+    draw_curve,
     draw_methods,
     evaluation_curve,
     metric_curve,
     smooth,
 )
-from eepo.reports.labels import name_text
-from eepo.reports.palette import STAGE_STYLES, looks
+from eepo.reports.labels import name_label
+from eepo.reports.palette import LINE_STYLES, method_styles
 from eepo.reports.panels import (
     add_legend,
-    from_zero,
-    in_percent,
+    dash_handles,
     label_steps,
-    method_lines,
+    method_handles,
     new_panels,
-    style_lines,
+    start_at_zero,
     styled,
+    use_percent,
 )
 from eepo.reports.records import Run, by_method, evaluation_sets
-from eepo.reports.shared_start import share_starts
-from eepo.reports.tables import plain
+from eepo.reports.shared_start import share_start_evaluations
+from eepo.reports.tables import display_name
 
-ENTROPY = "policy entropy (nats per token)"  # of stage 1, which the policy sampled: later stages are another model's
+# Entropy of stage 1: the policy sampled it. Later stages are sampled from other weights.
+ENTROPY_LABEL = "policy entropy (nats per token)"
 
 
 @styled
 def collapse_figure(runs: Sequence[Run]) -> Figure | None:
-    """Accuracy on every evaluation set over the steps, entropy beside it, then one against the other."""
-    runs = share_starts(runs)
-    sets = [name for name in evaluation_sets(runs) if _evaluated_twice(runs, name)]
+    """Draw accuracy on every evaluation set, entropy, then accuracy against entropy."""
+    runs = share_start_evaluations(runs)
+    sets = [name for name in evaluation_sets(runs) if _has_two_evaluations(runs, name)]
     if not sets:
         return None
     methods = by_method(runs)
     figure, panels = new_panels(2 * len(sets) + 1)
-    for axes, name in zip(panels, sets, strict=False):
-        _draw_accuracy(axes, methods, name)
-        label_steps(axes, f"accuracy, {name_text(plain(name))}")
-    draw_methods(panels[len(sets)], methods, "stage1/entropy")
-    label_steps(panels[len(sets)], ENTROPY)
-    from_zero(panels[len(sets)])
-    for axes, name in zip(panels[len(sets) + 1 :], sets, strict=True):
-        _draw_paths(axes, methods, name)
-        axes.set_title(f"mean accuracy, {name_text(plain(name))}")
-        axes.set_xlabel(ENTROPY)
+    entropy_panel, path_panels = panels[len(sets)], panels[len(sets) + 1 :]
+    for axes, eval_set in zip(panels, sets, strict=False):
+        _draw_accuracy(axes, methods, eval_set)
+        label_steps(axes, f"accuracy, {name_label(display_name(eval_set))}")
+    draw_methods(entropy_panel, methods, "stage1/entropy")
+    label_steps(entropy_panel, ENTROPY_LABEL)
+    start_at_zero(entropy_panel)
+    for axes, eval_set in zip(path_panels, sets, strict=True):
+        _draw_paths(axes, methods, eval_set)
+        axes.set_title(f"mean accuracy, {name_label(display_name(eval_set))}")
+        axes.set_xlabel(ENTROPY_LABEL)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
-    add_legend(figure, method_lines(methods, markers=True) + style_lines(["greedy", "mean"]))
+    add_legend(figure, method_handles(methods, markers=True) + dash_handles(["greedy", "mean"]))
     return figure
 
 
-def _draw_accuracy(axes: Axes, methods: Mapping[str, Sequence[Run]], name: str) -> None:
-    for method, (colour, marker) in looks(methods).items():
-        for measure, style in zip(("greedy", "mean"), STAGE_STYLES, strict=False):
-            if curve := evaluation_curve(methods[method], name, measure):
-                draw(axes, curve, colour, style, marker, alone=len(methods) <= MOST_BANDED)
-    in_percent(axes)
+def _draw_accuracy(axes: Axes, methods: Mapping[str, Sequence[Run]], eval_set: str) -> None:
+    crowded = len(methods) > MAX_BANDED_METHODS
+    for method, (colour, marker) in method_styles(methods).items():
+        for measure, dashes in zip(("greedy", "mean"), LINE_STYLES, strict=False):
+            if curve := evaluation_curve(methods[method], eval_set, measure):
+                draw_curve(axes, curve, LineStyle(colour, dashes, marker, crowded))
+    use_percent(axes)
 
 
-def _draw_paths(axes: Axes, methods: Mapping[str, Sequence[Run]], name: str) -> None:
-    """Dashed as the mean is in the panels above; the end of training has the large marker."""
-    for method, (colour, marker) in looks(methods).items():
-        path = accuracy_by_entropy(methods[method], name)
+def _draw_paths(axes: Axes, methods: Mapping[str, Sequence[Run]], eval_set: str) -> None:
+    """Draw mean accuracy against entropy, with a large marker at the end of training."""
+    for method, (colour, marker) in method_styles(methods).items():
+        path = accuracy_by_entropy(methods[method], eval_set)
         if path:
             entropies, accuracies = zip(*path, strict=True)
             axes.plot(
                 entropies,
                 accuracies,
                 color=colour,
-                linestyle=STAGE_STYLES[1],
+                linestyle=LINE_STYLES[1],  # as the mean in the accuracy panels
                 lw=0.8,
                 marker=marker,
                 markersize=2.2,
             )
             axes.plot(entropies[-1], accuracies[-1], color=colour, marker=marker, markersize=5)
-    in_percent(axes)
+    use_percent(axes)
 
 
-def accuracy_by_entropy(seeds: Sequence[Run], name: str) -> list[tuple[float, float]]:
-    """(entropy, mean accuracy) at each evaluation. What step s made, step s + 1 sampled from; the last one nobody did,
-    so there the last step's entropy stands in."""
-    accuracy, entropy = evaluation_curve(seeds, name, "mean"), metric_curve(seeds, "stage1/entropy")
+def accuracy_by_entropy(seeds: Sequence[Run], eval_set: str) -> list[tuple[float, float]]:
+    """Return (entropy, mean accuracy) at each evaluation.
+
+    The policy after step s is the one that step s + 1 samples from, so its entropy is that of step
+    s + 1. After the last step, the entropy of the last step is used.
+    """
+    accuracy = evaluation_curve(seeds, eval_set, "mean")
+    entropy = metric_curve(seeds, "stage1/entropy")
     if accuracy is None or entropy is None:
         return []
-    by_step = dict(zip(entropy.steps.tolist(), smooth(entropy.mean).tolist(), strict=True))
-    places = [min(step + 1, max(by_step)) for step in accuracy.steps.tolist()]
-    return [
-        (by_step[place], mean)
-        for place, mean in zip(places, accuracy.mean.tolist(), strict=True)
-        if place in by_step
-    ]
+    entropy_at = dict(zip(entropy.steps.tolist(), smooth(entropy.mean).tolist(), strict=True))
+    last_step = max(entropy_at)
+    path = []
+    for step, mean in zip(accuracy.steps.tolist(), accuracy.mean.tolist(), strict=True):
+        sampled_at = min(step + 1, last_step)
+        if sampled_at in entropy_at:
+            path.append((entropy_at[sampled_at], mean))
+    return path
 
 
-def _evaluated_twice(runs: Sequence[Run], name: str) -> bool:
-    """One point is no course of training."""
+def _has_two_evaluations(runs: Sequence[Run], eval_set: str) -> bool:
+    """Return whether a run was evaluated at two steps: a single point does not make a curve."""
     return any(
-        len({row["step"] for row in run.evaluations if row["set"] == name}) > 1 for run in runs
+        len({row["step"] for row in run.evaluations if row["set"] == eval_set}) > 1 for run in runs
     )

@@ -1,4 +1,7 @@
-"""Lines over steps: several seeds become a mean and a band from the lowest to the highest seed."""
+"""Draws lines over training steps.
+
+Several seeds become their mean, with a band from the lowest to the highest seed.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,12 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from eepo.reports.measures import problem_values, value
-from eepo.reports.palette import looks
+from eepo.reports.measures import measure_value, problem_values
+from eepo.reports.palette import method_styles
 from eepo.reports.records import Row, Run
 
-SMOOTHED_FROM = 40  # with fewer points a line is drawn as it is
-MOST_BANDED = 4  # methods; where there are more, their bands would bury the lines
+MIN_SMOOTHED_STEPS = 40  # lines with fewer points are not smoothed
+MAX_BANDED_METHODS = 4  # with more methods, bands would hide the lines
 
 
 @dataclass(frozen=True)
@@ -26,19 +29,31 @@ class Curve:
     num_seeds: int
 
 
+@dataclass(frozen=True)
+class LineStyle:
+    colour: str
+    dashes: Any = "solid"  # any line style of matplotlib
+    marker: str | None = None  # points with a marker are not smoothed
+    crowded: bool = False  # draw only the mean: bands and raw values would hide other lines
+
+
 def metric_curve(seeds: Sequence[Run], key: str) -> Curve | None:
-    return over_seeds([run.series(key) for run in seeds], reach=min(run.last_step for run in seeds))
+    last_step = min(run.last_step for run in seeds)
+    return curve_over_seeds([run.series(key) for run in seeds], last_step)
 
 
-def evaluation_curve(seeds: Sequence[Run], name: str, measure: str) -> Curve | None:
-    series = [_evaluated(run, name, measure) for run in seeds]
-    return over_seeds(series, reach=min(max(values, default=0) for values in series))
+def evaluation_curve(seeds: Sequence[Run], eval_set: str, measure: str) -> Curve | None:
+    series = [_evaluation_series(run, eval_set, measure) for run in seeds]
+    return curve_over_seeds(series, last_step=min(max(values, default=0) for values in series))
 
 
-def over_seeds(series: Sequence[Mapping[int, float]], reach: int) -> Curve | None:
-    """Ends at `reach`, the last step all seeds came to: beyond it a mean over fewer seeds would jump for no reason.
-    Before it a step may lack a seed, as unlearning metrics do where nothing was gated."""
-    steps = sorted({step for values in series for step in values if step <= reach})
+def curve_over_seeds(series: Sequence[Mapping[int, float]], last_step: int) -> Curve | None:
+    """Average over seeds up to `last_step`, the last step that all seeds reached.
+
+    Beyond it, a mean over fewer seeds would jump. Before it, a seed may lack a step, such as
+    unlearning metrics of steps in which nothing was gated: the mean is then over the other seeds.
+    """
+    steps = sorted({step for values in series for step in values if step <= last_step})
     if not steps:
         return None
     columns = [[values[step] for values in series if step in values] for step in steps]
@@ -52,69 +67,65 @@ def over_seeds(series: Sequence[Mapping[int, float]], reach: int) -> Curve | Non
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Centred moving mean over about a twentieth of the points; at the ends over what there is."""
-    half = len(values) // SMOOTHED_FROM
+    """Apply a centred moving mean over about 5 % of the points, over fewer at both ends."""
+    half = len(values) // MIN_SMOOTHED_STEPS
     if half == 0:
         return values
     return np.array([values[max(0, i - half) : i + half + 1].mean() for i in range(len(values))])
 
 
-def draw(
-    axes: Axes,
-    curve: Curve,
-    colour: str,
-    style: Any = "solid",
-    marker: str | None = None,
-    alone: bool = True,
-) -> None:
-    """The smoothed mean; behind it, if it is `alone` enough, the raw one, faint, and the seeds' band. Points with a
-    marker are not smoothed. One point is no line: it is a dot, a hollow one where the line would be dashed."""
+def draw_curve(axes: Axes, curve: Curve, style: LineStyle) -> None:
+    """Draw the smoothed mean; behind it, unless crowded, the raw mean and the band over seeds.
+
+    A single point is drawn as a dot, hollow where the line would be dashed.
+    """
+    colour, marker = style.colour, style.marker
     mean = curve.mean if marker else smooth(curve.mean)
-    if alone and mean is not curve.mean:
+    if not style.crowded and mean is not curve.mean:
         axes.plot(curve.steps, curve.mean, color=colour, linewidth=0.4, alpha=0.3)
-    if alone and curve.num_seeds > 1:
+    if not style.crowded and curve.num_seeds > 1:
         axes.fill_between(curve.steps, curve.low, curve.high, color=colour, alpha=0.13, linewidth=0)
-    dot = "o" if len(mean) == 1 else None
-    inside = colour if marker or style == "solid" else "white"
     axes.plot(
         curve.steps,
         mean,
         color=colour,
-        linestyle=style,
-        marker=marker or dot,
-        markerfacecolor=inside,
+        linestyle=style.dashes,
+        marker=marker or ("o" if len(mean) == 1 else None),
+        markerfacecolor=colour if marker or style.dashes == "solid" else "white",
     )
 
 
 def draw_methods(
-    axes: Axes, methods: Mapping[str, Sequence[Run]], key: str, style: Any = "solid"
+    axes: Axes, methods: Mapping[str, Sequence[Run]], key: str, dashes: Any = "solid"
 ) -> None:
-    """A metric over the steps, for each method that has it."""
-    for method, (colour, _) in looks(methods).items():
+    """Draw a metric over the steps, for each method that has it."""
+    crowded = len(methods) > MAX_BANDED_METHODS
+    for method, (colour, _) in method_styles(methods).items():
         if curve := metric_curve(methods[method], key):
-            draw(axes, curve, colour, style, alone=len(methods) <= MOST_BANDED)
+            draw_curve(axes, curve, LineStyle(colour, dashes, crowded=crowded))
 
 
-def _evaluated(run: Run, name: str, measure: str) -> dict[int, float]:
-    """By step, always over the same problems: a quick evaluation asks the first few of what a full one asks.
+def _evaluation_series(run: Run, eval_set: str, measure: str) -> dict[int, float]:
+    """Map step to measure, always over the same problems.
 
-    Where both were made at a step, the full one counts: it drew more completions.
+    A quick evaluation uses the first few problems of a full one. If both exist at a step, the full
+    one is used: it has more samples.
     """
-    rows = [row for row in run.evaluations if row["set"] == name]
-    fewest = min((row["num_problems"] for row in rows), default=0)
+    rows = [row for row in run.evaluations if row["set"] == eval_set]
+    num_problems = min((row["num_problems"] for row in rows), default=0)
     chosen: dict[int, Row] = {}
     for row in rows:
         if row["kind"] == "full" or row["step"] not in chosen:
             chosen[row["step"]] = row
-    found = {step: _over_first(row, measure, fewest) for step, row in sorted(chosen.items())}
-    return {step: number for step, number in found.items() if number is not None}
+    values = {
+        step: _mean_of_first(row, measure, num_problems) for step, row in sorted(chosen.items())
+    }
+    return {step: value for step, value in values.items() if value is not None}
 
 
-def _over_first(row: Row, measure: str, number: int) -> float | None:
-    """A measure over the row's first `number` problems, where it says how each one went."""
-    values = problem_values(row, measure)[:number]
-    return (
-        float(np.mean(values))
-        if number < row["num_problems"] and len(values) == number
-        else value(row, measure)
-    )
+def _mean_of_first(row: Row, measure: str, num_problems: int) -> float | None:
+    """Average over the first problems if the row records each problem."""
+    values = problem_values(row, measure)[:num_problems]
+    if num_problems < row["num_problems"] and len(values) == num_problems:
+        return float(np.mean(values))
+    return measure_value(row, measure)

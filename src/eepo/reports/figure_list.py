@@ -1,4 +1,4 @@
-"""The figures of a report in their order, each with the words that go below it; and figures as bytes."""
+"""Lists the figures of a report in their order, with captions, and saves figures as bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from dataclasses import dataclass
 import matplotlib
 from matplotlib.figure import Figure
 
-from eepo.reports.captions import bands, dots, draws, smoothing
+from eepo.reports.captions import (
+    describe_bands,
+    describe_num_samples,
+    describe_single_steps,
+    describe_smoothing,
+)
 from eepo.reports.collapse import collapse_figure
 from eepo.reports.figures import (
     cost_figure,
@@ -17,100 +22,108 @@ from eepo.reports.figures import (
     pass_at_k_figure,
     unlearning_figure,
 )
-from eepo.reports.forgetting import forgetting_figure
-from eepo.reports.panels import STYLE
+from eepo.reports.panels import STYLE, DrawFigure
 from eepo.reports.records import Run
-from eepo.reports.second_half import chances_figure
+from eepo.reports.second_half import second_half_figure
+from eepo.reports.unlearning_examples import unlearning_examples_figure
 
 
 @dataclass(frozen=True)
-class Picture:
-    """`name` is the file's name; `caption` says what one sees and how to read it."""
+class FigureSpec:
+    """Describes a figure of the report. The caption says what it shows and how to read it."""
 
-    name: str
+    name: str  # of the file
     title: str
     caption: str
-    figure: Callable[[Sequence[Run]], Figure | None]
+    draw: DrawFigure
     notes: tuple[Callable[[Sequence[Run]], str], ...] = ()  # sentences that depend on the runs
 
+    def full_caption(self, runs: Sequence[Run]) -> str:
+        notes = (note(runs) for note in self.notes)
+        return " ".join([self.caption, *filter(None, notes)])
 
-PICTURES = (
-    Picture(
+
+FIGURES = (
+    FigureSpec(
         "exploration",
         "Exploration",
-        "Entropy, reward and length of the completions sampled in each step; stage 2 (dashed) is sampled after "
-        "unlearning, so a dashed line above its solid one in the first panel means that unlearning widened the search, "
-        "and one below it in the second is the reward that this cost.",
+        "Entropy, reward and length of the completions sampled in each step. Stage 2 (dashed) is "
+        "sampled after unlearning. If its entropy is above that of stage 1 (solid), unlearning "
+        "widened the search. If its reward is below that of stage 1, the difference is the cost.",
         exploration_figure,
-        (dots, smoothing, bands),
+        (describe_single_steps, describe_smoothing, describe_bands),
     ),
-    Picture(
+    FigureSpec(
         "collapse",
         "Accuracy and entropy",
-        "Accuracy on problems that were not trained on, beside the entropy of what the policy samples; entropy that "
-        "falls to nothing while a mean line climbs to its greedy line shows a policy that has settled on one way of "
-        "answering. The last panels set one against the other: a path that goes left and down, to its large marker at "
-        "the end of training, lost accuracy as it lost entropy. Every point is over the same problems, and "
-        "no accuracy is smoothed.",
+        "Accuracy on problems that were not trained on, and the entropy of the policy. If entropy "
+        "falls to 0 while mean accuracy rises to greedy accuracy, the policy has collapsed to one "
+        "answer per problem. The last panels show accuracy against entropy; the large marker is "
+        "the end of training. A path that goes left and down lost accuracy as it lost entropy. "
+        "All points are over the same problems, and accuracies are not smoothed.",
         collapse_figure,
-        (draws, smoothing, bands),
+        (describe_num_samples, describe_smoothing, describe_bands),
     ),
-    Picture(
+    FigureSpec(
         "pass_at_k",
         "pass@k",
-        "The chance that at least one of k drawn completions is right: the left end shows how reliable a policy is, "
-        "the right end how much it can still find, and lines that cross trade one for the other.",
+        "The probability that at least one of k sampled completions is correct. Small k shows how "
+        "reliable a policy is, large k how many problems it can still solve. Lines that cross "
+        "trade one for the other.",
         pass_at_k_figure,
-        (bands,),
+        (describe_bands,),
     ),
-    Picture(
+    FigureSpec(
         "cost",
         "Cost",
-        "Where the seconds of a mean step go, and how long completions are; longer completions cost time in every "
-        "phase, so read the two together.",
+        "Mean seconds per step, by phase, and the mean length of completions. Longer completions "
+        "take more time in every phase, so read both panels together.",
         cost_figure,
-        (smoothing, bands),
+        (describe_smoothing, describe_bands),
     ),
-    Picture(
+    FigureSpec(
         "unlearning",
         "Unlearning",
-        "How many stage-1 tokens the gate let through, how far one unlearning step moved the rollout model, and how "
-        "much of each stage the update clipped; near-zero KL or changed weights mean that unlearning did nothing.",
+        "The share of stage-1 tokens that the gate selected, how far the unlearning step moved the "
+        "rollout weights θ′ from the policy θ, and the share of tokens clipped in the update. If "
+        "the KL or the share of changed weights is near 0, unlearning had no effect.",
         unlearning_figure,
-        (dots, smoothing, bands),
+        (describe_single_steps, describe_smoothing, describe_bands),
     ),
-    Picture(
+    FigureSpec(
         "second_half_recovery",
-        "Second chances",
-        "Groups whose first half of completions earned nothing (solid), and those of them whose second half did "
-        "(dashed); the bars are the second as a share of the first, over the whole run, a dot for each seed. Without "
-        "forgetting the halves differ by chance alone, so a longer bar than GRPO's is what stage 2 found and stage 1 "
-        "did not; a shorter one, that θ′ was led astray.",
-        chances_figure,
-        (smoothing, bands),
+        "Second-half recovery",
+        "Left: the share of groups whose first half earned no reward (solid), and of groups that "
+        "were recovered in the second half (dashed), that is, only the second half earned reward. "
+        "Right: recovered groups as a share of missed groups, over the whole run, with a dot for "
+        "each seed. The halves of GRPO differ only by chance, so GRPO is the baseline: a longer "
+        "bar means that stage 2 solved problems that stage 1 missed; a shorter bar means that "
+        "unlearning made stage 2 worse.",
+        second_half_figure,
+        (describe_smoothing, describe_bands),
     ),
-    Picture(
-        "forgetting",
-        "What forgetting does",
-        "Stage-1 completions of a few problems, the likeliest first: how likely each was under θ, the policy that "
-        "sampled it, and how likely under θ′, the rollout model that had to forget it; ✓ marks right ones, ✗ wrong "
-        "ones. Long bars that shrink more than short ones are a mode that gives way to others.",
-        forgetting_figure,
+    FigureSpec(
+        "unlearning_examples",
+        "Unlearning examples",
+        "Stage-1 completions of a few problems, the most likely first: the probability under the "
+        "policy θ that sampled it, and under the rollout weights θ′ after unlearning. ✓ is "
+        "correct, ✗ is wrong. If long bars shrink more than short ones, the dominant mode gives "
+        "way to other completions.",
+        unlearning_examples_figure,
     ),
 )
 
 
-def draw_pictures(runs: Sequence[Run]) -> list[tuple[Picture, Figure]]:
-    """Those that the runs have data for."""
-    return [
-        (picture, figure) for picture in PICTURES if (figure := picture.figure(runs)) is not None
-    ]
+def draw_figures(runs: Sequence[Run]) -> list[tuple[FigureSpec, Figure]]:
+    """Draw the figures that the runs have data for."""
+    drawn = ((spec, spec.draw(runs)) for spec in FIGURES)
+    return [(spec, figure) for spec, figure in drawn if figure is not None]
 
 
-def image_bytes(figure: Figure, form: str) -> bytes:
-    """As "svg" or "png", without a date: the same runs give the same file."""
+def image_bytes(figure: Figure, image_format: str) -> bytes:
+    """Save a figure as "svg" or "png", without a date: the same runs give the same bytes."""
     buffer = io.BytesIO()
-    metadata = {"Date": None} if form == "svg" else {"Software": None}
+    metadata = {"Date": None} if image_format == "svg" else {"Software": None}
     with matplotlib.rc_context(STYLE):
-        figure.savefig(buffer, format=form, dpi=300, facecolor="white", metadata=metadata)
+        figure.savefig(buffer, format=image_format, dpi=300, facecolor="white", metadata=metadata)
     return buffer.getvalue()

@@ -1,180 +1,184 @@
-"""The figures: each a function from runs to a matplotlib Figure, or None when the runs have nothing for it.
+"""Draws the figures on exploration, pass@k, cost and unlearning.
 
-Figures are made without pyplot, so drawing leaves nothing behind in the process that asked for it.
+Each function takes runs and returns a matplotlib Figure, or None if the runs have no data for it.
+Figures are created without pyplot, so no global state is left behind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from eepo.reports.curves import MOST_BANDED, draw_methods
-from eepo.reports.labels import name_text
+from eepo.reports.curves import MAX_BANDED_METHODS, draw_methods
+from eepo.reports.labels import name_label
 from eepo.reports.measures import START, estimate, full_evaluations, start_evaluations
-from eepo.reports.palette import PHASES, STAGE_STYLES, looks
+from eepo.reports.palette import LINE_STYLES, PHASE_COLOURS, method_styles
 from eepo.reports.panels import (
-    PANEL_HEIGHT,
     WIDTH,
     add_legend,
-    from_zero,
-    in_percent,
+    bar_panel_height,
+    label_bars,
     label_k,
     label_steps,
-    method_lines,
+    method_handles,
     new_panels,
-    stage_lines,
+    stage_handles,
+    start_at_zero,
     styled,
+    use_percent,
 )
 from eepo.reports.records import Row, Run, by_method, evaluation_sets
-from eepo.reports.tables import plain
+from eepo.reports.tables import display_name
 
 
 @styled
 def exploration_figure(runs: Sequence[Run]) -> Figure | None:
-    """Entropy, reward and length of each stage over the steps."""
+    """Draw entropy, reward and length of each stage over the steps."""
     if not any(run.series("stage1/entropy") for run in runs):
         return None
     figure, panels = new_panels(3)
-    names = {"entropy": "entropy (nats per token)", "reward": "reward", "length": "length (tokens)"}
-    for axes, (key, title) in zip(panels, names.items(), strict=True):
+    titles = {
+        "entropy": "entropy (nats per token)",
+        "reward": "reward",
+        "length": "length (tokens)",
+    }
+    for axes, (key, title) in zip(panels, titles.items(), strict=True):
         _draw_stages(axes, runs, key)
         label_steps(axes, title)
-    from_zero(panels[0])
-    add_legend(figure, method_lines(by_method(runs)) + stage_lines(runs))
+    start_at_zero(panels[0])
+    add_legend(figure, method_handles(by_method(runs)) + stage_handles(runs))
     return figure
 
 
 @styled
 def pass_at_k_figure(runs: Sequence[Run]) -> Figure | None:
-    """pass@k against k, for every evaluation set with a full evaluation."""
+    """Draw pass@k against k, for every evaluation set with a full evaluation."""
     sets = [name for name in evaluation_sets(runs) if full_evaluations(runs, name)]
     if not sets:
         return None
-    crowded = len(by_method(runs)) > MOST_BANDED
-    figure, panels = new_panels(
-        len(sets), width=WIDTH if crowded or len(sets) > 2 else 0.72 * WIDTH
-    )
-    shown: dict[str, None] = {}
-    for axes, name in zip(panels, sets, strict=True):
-        groups = {
-            method: full_evaluations(seeds, name) for method, seeds in by_method(runs).items()
-        }
-        starts = start_evaluations(runs, name)
-        groups[START] = starts if len(starts) == 1 else []  # several starts are not one line
-        for method, evaluations in groups.items():
-            if evaluations:
-                shown[method] = None
-                _draw_pass_at_k(axes, evaluations, *looks([*groups])[method], banded=not crowded)
-        label_k(axes, evaluations=[row for rows in groups.values() for row in rows])
-        axes.set_title(name_text(f"pass@k, {plain(name)}"))
-    add_legend(figure, method_lines(shown, markers=True))
+    methods = by_method(runs)
+    crowded = len(methods) > MAX_BANDED_METHODS
+    width = WIDTH if crowded or len(sets) > 2 else 0.72 * WIDTH
+    figure, panels = new_panels(len(sets), width=width)
+    styles = method_styles([*methods, START])
+    drawn: dict[str, None] = {}
+    for axes, eval_set in zip(panels, sets, strict=True):
+        evaluations = {name: full_evaluations(seeds, eval_set) for name, seeds in methods.items()}
+        starts = start_evaluations(runs, eval_set)
+        if len(starts) == 1:  # different starting policies cannot be one line
+            evaluations[START] = starts
+        for method, rows in evaluations.items():
+            if rows:
+                drawn[method] = None
+                _draw_pass_at_k(axes, rows, styles[method], banded=not crowded)
+        label_k(axes, [row for rows in evaluations.values() for row in rows])
+        axes.set_title(name_label(f"pass@k, {display_name(eval_set)}"))
+    add_legend(figure, method_handles(drawn, markers=True))
     return figure
 
 
 @styled
 def cost_figure(runs: Sequence[Run]) -> Figure | None:
-    """Seconds of a step by phase, and length over the steps."""
+    """Draw the seconds of a step by phase, and length over the steps."""
+    methods = by_method(runs)
     timed = {
         method: seeds
-        for method, seeds in by_method(runs).items()
+        for method, seeds in methods.items()
         if all(run.series("seconds/total") for run in seeds)
     }
     if not timed:
         return None
-    figure, (bars, lengths) = new_panels(2, height=max(PANEL_HEIGHT, 0.8 + 0.21 * len(timed)))
+    figure, (bars, lengths) = new_panels(2, height=bar_panel_height(len(timed)))
     _draw_phases(bars, timed)
-    draw_methods(lengths, by_method(runs), "length")
+    draw_methods(lengths, methods, "length")
     label_steps(lengths, "mean length (tokens)")
-    lengths.legend(
-        handles=method_lines(by_method(runs)), loc="center left", bbox_to_anchor=(1.0, 0.5)
-    )
+    lengths.legend(handles=method_handles(methods), loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 
 @styled
 def unlearning_figure(runs: Sequence[Run]) -> Figure | None:
-    """What the unlearning step did: how much was gated, how far it moved, and what clipping took back."""
+    """Draw how much was gated, how far unlearning moved the weights, and how much was clipped."""
+    methods = by_method(runs)
     staged = {
         method: seeds
-        for method, seeds in by_method(runs).items()
+        for method, seeds in methods.items()
         if any(run.series("stage2/entropy") for run in seeds)
     }
     if not staged:
         return None
     figure, panels = new_panels(4, columns=2)
-    names = {
+    gated, kl, changed, clipped = panels
+    titles = {
         "gate_share": "share of stage-1 tokens unlearned",
-        "unlearn/kl": "KL of policy to rollout model (nats per token)",
+        "unlearn/kl": "KL(θ‖θ′) (nats per token)",
         "unlearn/weights_changed_share": "share of rollout weights changed",
     }
-    for axes, (key, title) in zip(panels, names.items(), strict=False):
+    for axes, (key, title) in zip((gated, kl, changed), titles.items(), strict=True):
         draw_methods(axes, staged, key)
         label_steps(axes, title)
-    _draw_stages(panels[3], runs, "clip_share")
-    label_steps(panels[3], "share of tokens clipped in the update")
-    for axes in (panels[0], panels[2], panels[3]):
-        in_percent(axes)
-    for axes in (panels[0], panels[1], panels[3]):
-        from_zero(axes)
-    add_legend(figure, method_lines(by_method(runs)) + stage_lines(runs))
+    _draw_stages(clipped, runs, "clip_share")
+    label_steps(clipped, "share of tokens clipped in the update")
+    for axes in (gated, changed, clipped):
+        use_percent(axes)
+    for axes in (gated, kl, clipped):
+        start_at_zero(axes)
+    add_legend(figure, method_handles(methods) + stage_handles(runs))
     return figure
 
 
 def _draw_stages(axes: Axes, runs: Sequence[Run], key: str) -> None:
-    for stage, style in enumerate(STAGE_STYLES, start=1):
-        draw_methods(axes, by_method(runs), f"stage{stage}/{key}", style)
+    for stage, dashes in enumerate(LINE_STYLES, start=1):
+        draw_methods(axes, by_method(runs), f"stage{stage}/{key}", dashes)
 
 
 def _draw_pass_at_k(
-    axes: Axes, evaluations: Sequence[Row], colour: str, marker: str, banded: bool
+    axes: Axes, evaluations: Sequence[Row], style: tuple[str, str], banded: bool
 ) -> None:
-    """Band: lowest to highest seed; with one seed, the interval over its problems."""
+    colour, marker = style
     ks = sorted(set.intersection(*({int(k) for k in row["pass@k"]} for row in evaluations)))
     values = [[row["pass@k"][str(k)] for row in evaluations] for k in ks]
-    axes.plot(ks, [sum(column) / len(column) for column in values], color=colour, marker=marker)
-    if not banded:
-        return
+    means = [sum(column) / len(column) for column in values]
+    axes.plot(ks, means, color=colour, marker=marker)
+    band = _pass_at_k_band(evaluations, ks) if banded else None
+    if band:
+        axes.fill_between(ks, *band, color=colour, alpha=0.15, linewidth=0)
+
+
+def _pass_at_k_band(
+    evaluations: Sequence[Row], ks: Sequence[int]
+) -> tuple[list[float], list[float]] | None:
+    """Return the lowest and the highest seed; with one seed, the interval over its problems."""
     if len(evaluations) > 1:
-        axes.fill_between(
-            ks,
-            list(map(min, values)),
-            list(map(max, values)),
-            color=colour,
-            alpha=0.15,
-            linewidth=0,
-        )
-        return
-    found = [estimate(evaluations, f"pass@{k}") for k in ks]
-    low = [one.low for one in found if one and one.low is not None]
-    high = [one.high for one in found if one and one.high is not None]
-    if len(low) == len(high) == len(ks):
-        axes.fill_between(ks, low, high, color=colour, alpha=0.15, linewidth=0)
+        values = [[row["pass@k"][str(k)] for row in evaluations] for k in ks]
+        return list(map(min, values)), list(map(max, values))
+    estimates = [estimate(evaluations, f"pass@{k}") for k in ks]
+    low = [item.low for item in estimates if item and item.low is not None]
+    high = [item.high for item in estimates if item and item.high is not None]
+    return (low, high) if len(low) == len(high) == len(ks) else None
 
 
-def _draw_phases(axes: Axes, methods: dict[str, list[Run]]) -> None:
-    """Stacked, the first method on top. What no phase accounts for is "other"."""
-    left = [0.0] * len(methods)
-    spent = [_phase_seconds(seeds) for seeds in methods.values()]
-    for phase, colour in PHASES.items():
-        widths = [seconds.get(phase, 0.0) for seconds in spent]
+def _draw_phases(axes: Axes, methods: Mapping[str, Sequence[Run]]) -> None:
+    """Draw stacked bars. Time that no phase accounts for is "other"."""
+    ends = [0.0] * len(methods)
+    seconds_by_method = [_phase_seconds(seeds) for seeds in methods.values()]
+    for phase, colour in PHASE_COLOURS.items():
+        widths = [seconds.get(phase, 0.0) for seconds in seconds_by_method]
         if any(widths):
-            places, label = range(len(methods)), phase.replace("stage", "stage ")
             axes.barh(
-                places,
+                range(len(methods)),
                 widths,
                 0.62,
-                left,
+                ends,
                 color=colour,
-                label=label,
+                label=phase.replace("stage", "stage "),
                 edgecolor="#555555",
                 linewidth=0.3,
             )
-            left = [start + width for start, width in zip(left, widths, strict=True)]
-    axes.set_yticks(range(len(methods)), [name_text(method) for method in methods])
-    axes.invert_yaxis()
-    axes.grid(visible=False, axis="y")
+            ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    label_bars(axes, list(map(name_label, methods)))
     axes.set_title("seconds per step, by phase")
     axes.legend(
         loc="upper center", bbox_to_anchor=(0.45, -0.1), ncol=4, handlelength=1.2, columnspacing=1.2
@@ -182,12 +186,12 @@ def _draw_phases(axes: Axes, methods: dict[str, list[Run]]) -> None:
 
 
 def _phase_seconds(seeds: Sequence[Run]) -> dict[str, float]:
-    """Of a step, over all steps of all seeds."""
+    """Average the seconds of each phase over all steps of all seeds."""
     num_steps = sum(len(run.series("seconds/total")) for run in seeds)
-    spent = {
+    sums = {
         phase: sum(sum(run.series(f"seconds/{phase}").values()) for run in seeds)
-        for phase in PHASES
+        for phase in PHASE_COLOURS
     }
     total = sum(run.seconds() or 0.0 for run in seeds)
-    spent["other"] = max(0.0, total - sum(spent.values()))
-    return {phase: seconds / num_steps for phase, seconds in spent.items()}
+    sums["other"] = max(0.0, total - sum(sums.values()))
+    return {phase: seconds / num_steps for phase, seconds in sums.items()}

@@ -1,4 +1,7 @@
-"""Text in figures, a user's or a model's: it is no formula, fits its place, and every sign of it has a glyph."""
+"""Prepares names and model output for matplotlib.
+
+A label is never read as a formula, fits its space, and contains only characters that the font has.
+"""
 
 from __future__ import annotations
 
@@ -7,55 +10,64 @@ from functools import cache
 from matplotlib.font_manager import findfont, get_font
 
 FONT = "DejaVu Sans"  # comes with matplotlib: figures look the same everywhere
-LONGEST_NAME = 28  # characters; a longer one would leave no room for the panel it names
+MAX_NAME_CHARACTERS = 28  # a longer name would leave no space for the panel
 
 
-def name_text(name: str) -> str:
-    return plain_text(name, LONGEST_NAME)
+def name_label(name: str) -> str:
+    """Return the label for the name of a method, a set or a knob."""
+    return text_label(name, MAX_NAME_CHARACTERS)
 
 
-def plain_text(text: str, longest: int) -> str:
-    """For a figure to write as it stands."""
-    return shortened(text, longest).replace("$", r"\$")
+def text_label(text: str, max_characters: int) -> str:
+    """Shorten a text and escape it for matplotlib."""
+    return _escape_formulas(shorten_middle(text, max_characters))
 
 
-def shortened(text: str, longest: int) -> str:
-    """On one line; of a long text its beginning and its end, where the answer stands."""
-    text = drawable(" ".join(text.split())) or "(empty)"
-    if len(text) <= longest:
+def shorten_middle(text: str, max_characters: int) -> str:
+    """Put a text on one line. Keep its beginning and its end, which holds the answer."""
+    text = _on_one_line(text)
+    if len(text) <= max_characters:
         return text
-    tail = longest // 2
-    return f"{text[: longest - tail - 1]}…{text[-tail:]}"
+    num_last = max_characters // 2
+    return f"{text[: max_characters - num_last - 1]}…{text[-num_last:]}"
 
 
-def fitting_end(text: str, width: float, size: float) -> str:
-    """For a figure to write as it stands, on one line of `width` points; of a longer text its end."""
-    text = drawable(" ".join(text.split())) or "(empty)"
-    kept = text
-    while text_width(kept, size) > width:
+def fitting_end(text: str, width: float, font_size: float) -> str:
+    """Return a label of at most `width` points on one line. Keep the end of a longer text."""
+    text = _on_one_line(text)
+    shown = text
+    while text_width(shown, font_size) > width:
         text = text[1:]
-        kept = f"…{text.lstrip()}"
-    return kept.replace("$", r"\$")
+        shown = f"…{text.lstrip()}"
+    return _escape_formulas(shown)
 
 
-def text_width(text: str, size: float) -> float:
-    """In points, at a font of `size` points."""
-    return size * sum(map(_advance, text))
+def text_width(text: str, font_size: float) -> float:
+    """Return the width in points; `font_size` is in points."""
+    return font_size * sum(map(_character_width, text))
 
 
-def drawable(text: str) -> str:
-    """Characters that the font lacks, control characters among them, become a mark."""
-    return "".join(sign if _has_glyph(sign) else "\ufffd" for sign in text)
+def replace_missing_glyphs(text: str) -> str:
+    """Replace characters that the font lacks, control characters among them, by U+FFFD."""
+    return "".join(character if _has_glyph(character) else "\ufffd" for character in text)
+
+
+def _on_one_line(text: str) -> str:
+    return replace_missing_glyphs(" ".join(text.split())) or "(empty)"
+
+
+def _escape_formulas(text: str) -> str:
+    return text.replace("$", r"\$")
 
 
 @cache
-def _advance(sign: str) -> float:
-    """Of a sign, in ems."""
+def _character_width(character: str) -> float:
+    """Return the advance width in ems."""
     font = get_font(findfont(FONT))
     font.set_size(100, 72)
-    return float(font.load_char(ord(sign)).linearHoriAdvance / 65536 / 100)
+    return float(font.load_char(ord(character)).linearHoriAdvance / 65536 / 100)
 
 
 @cache
-def _has_glyph(sign: str) -> bool:
-    return sign.isprintable() and get_font(findfont(FONT)).get_char_index(ord(sign)) != 0
+def _has_glyph(character: str) -> bool:
+    return character.isprintable() and get_font(findfont(FONT)).get_char_index(ord(character)) != 0

@@ -1,7 +1,7 @@
-"""What is measured at the end of a run, and how wide each number is.
+"""Computes the measures at the end of a run, with intervals.
 
-Over seeds when there are several: only that speaks about methods. Over the problems of a single seed otherwise, which
-speaks about that one run and is marked so.
+With several seeds, an interval is over seeds and describes the method. With one seed, it is over
+the problems of that seed, describes that run only, and is marked as such.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from typing import Literal
 from eepo.evaluation.estimates import bootstrap_interval, pass_at_k, seed_interval
 from eepo.reports.records import Row, Run, by_method, evaluation_sets
 
-START = "start"  # the policy before training stands in tables and figures under this name
+START = "start"  # the method name of the policy before training, in tables and figures
 
 LABELS = {"greedy": "greedy", "mean": "mean", "distinct": "distinct correct"}
 
 
 @dataclass(frozen=True)
 class Estimate:
+    """Holds a mean and, where one can be computed, its 95 % interval."""
+
     mean: float
     low: float | None = None
     high: float | None = None
@@ -28,53 +30,58 @@ class Estimate:
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """One method on one evaluation set."""
+    """Holds the results of one method on one evaluation set."""
 
     method: str
-    set: str
+    eval_set: str
     num_seeds: int
     measures: dict[str, Estimate | None]
-    seconds: Estimate | None  # of training
-    num_completions: Estimate | None  # sampled in training
+    seconds: Estimate | None  # training time
+    num_completions: Estimate | None  # sampled for training
 
 
 def comparison_rows(runs: Sequence[Run]) -> list[ComparisonRow]:
-    """Set after set, in each the starting policy (where it was evaluated) and then every method."""
+    """Return, for each evaluation set, the starting policy (if evaluated) and every method."""
     measures = shown_measures(runs)
     rows = []
-    for name in evaluation_sets(runs) or [""]:
-        if start := _start_row(runs, name, measures):
+    for eval_set in evaluation_sets(runs) or [""]:
+        if start := _start_row(runs, eval_set, measures):
             rows.append(start)
         rows += [
-            _method_row(method, name, seeds, measures) for method, seeds in by_method(runs).items()
+            _method_row(method, eval_set, seeds, measures)
+            for method, seeds in by_method(runs).items()
         ]
     return rows
 
 
 def shown_measures(runs: Sequence[Run]) -> list[str]:
-    """pass@k is shown at 8 and 32, where every full evaluation has them, else at the largest k they share."""
+    """List the measures that tables show.
+
+    pass@k is shown at 8 and 32 if every full evaluation has them, otherwise at the largest k that
+    all full evaluations share.
+    """
     shared: set[int] | None = None
     for run in runs:
         for row in run.evaluations:
             if row["kind"] == "full":
-                own = {int(k) for k in row.get("pass@k", {})}
-                shared = own if shared is None else shared & own
+                row_ks = {int(k) for k in row.get("pass@k", {})}
+                shared = row_ks if shared is None else shared & row_ks
     ks = shared or set()
     shown = sorted({k for k in (8, 32) if k in ks} | ({max(ks)} if ks and 32 not in ks else set()))
     return ["greedy", "mean", *(f"pass@{k}" for k in shown), "distinct"]
 
 
-def value(evaluation: Row, measure: str) -> float | None:
-    """A measure as the evaluation wrote it down."""
+def measure_value(evaluation: Row, measure: str) -> float | None:
+    """Return a measure as the evaluation recorded it."""
     if measure.startswith("pass@"):
-        found = evaluation.get("pass@k", {}).get(measure.removeprefix("pass@"))
+        value = evaluation.get("pass@k", {}).get(measure.removeprefix("pass@"))
     else:
-        found = evaluation.get(measure)
-    return None if found is None else float(found)
+        value = evaluation.get(measure)
+    return None if value is None else float(value)
 
 
 def problem_values(evaluation: Row, measure: str) -> list[float]:
-    """The same measure, problem by problem; empty when the evaluation did not keep them."""
+    """Return the measure for each problem; empty if the evaluation did not record problems."""
     problems, num_samples = evaluation.get("problems") or [], evaluation["num_samples"]
     if measure.startswith("pass@"):
         k = int(measure.removeprefix("pass@"))
@@ -84,17 +91,17 @@ def problem_values(evaluation: Row, measure: str) -> list[float]:
     return [float(problem[measure]) for problem in problems]
 
 
-def over_problems(evaluation: Row, measure: str) -> Estimate | None:
-    mean = value(evaluation, measure)
+def estimate_over_problems(evaluation: Row, measure: str) -> Estimate | None:
+    mean = measure_value(evaluation, measure)
     if mean is None:
         return None
     values = problem_values(evaluation, measure)
-    return (
-        Estimate(mean, *bootstrap_interval(values), over="problems") if values else Estimate(mean)
-    )
+    if not values:
+        return Estimate(mean)
+    return Estimate(mean, *bootstrap_interval(values), over="problems")
 
 
-def over_seeds(values: Sequence[float]) -> Estimate | None:
+def estimate_over_seeds(values: Sequence[float]) -> Estimate | None:
     if not values:
         return None
     interval = seed_interval(values)
@@ -103,25 +110,33 @@ def over_seeds(values: Sequence[float]) -> Estimate | None:
 
 
 def estimate(evaluations: Sequence[Row], measure: str) -> Estimate | None:
-    """`evaluations`: one for each seed."""
+    """Estimate a measure. `evaluations` holds one evaluation for each seed."""
     if len(evaluations) == 1:
-        return over_problems(evaluations[0], measure)
-    return over_seeds([found for row in evaluations if (found := value(row, measure)) is not None])
+        return estimate_over_problems(evaluations[0], measure)
+    return estimate_over_seeds(_values(evaluations, measure))
 
 
-def full_evaluations(seeds: Sequence[Run], name: str) -> list[Row]:
-    """One for each seed that has come to its end."""
-    return [row for run in seeds if (row := run.full_evaluation(name))]
+def full_evaluations(seeds: Sequence[Run], eval_set: str) -> list[Row]:
+    """Return the final evaluation of each seed that has one."""
+    return [row for run in seeds if (row := run.full_evaluation(eval_set))]
 
 
-def start_evaluations(runs: Sequence[Run], name: str) -> list[Row]:
-    """Of the starting policies, each once: seeds and methods that share a start do not make it surer."""
-    found: list[Row] = []
+def start_evaluations(runs: Sequence[Run], eval_set: str) -> list[Row]:
+    """Return the evaluation of each different starting policy once.
+
+    Seeds and methods that share a starting policy do not add evidence about it.
+    """
+    starts: list[Row] = []
     for run in runs:
-        row = run.start_evaluation(name)
-        if row and not any(_same_result(row, other) for other in found):
-            found.append(row)
-    return found
+        row = run.start_evaluation(eval_set)
+        if row and not any(_same_result(row, other) for other in starts):
+            starts.append(row)
+    return starts
+
+
+def _values(evaluations: Sequence[Row], measure: str) -> list[float]:
+    values = (measure_value(row, measure) for row in evaluations)
+    return [value for value in values if value is not None]
 
 
 def _same_result(row: Row, other: Row) -> bool:
@@ -129,33 +144,33 @@ def _same_result(row: Row, other: Row) -> bool:
     return all(row.get(key) == other.get(key) for key in keys)
 
 
-def _start_row(runs: Sequence[Run], name: str, measures: Sequence[str]) -> ComparisonRow | None:
-    rows = start_evaluations(runs, name)
+def _start_row(runs: Sequence[Run], eval_set: str, measures: Sequence[str]) -> ComparisonRow | None:
+    rows = start_evaluations(runs, eval_set)
     if not rows:
         return None
     if len(rows) == 1:
-        found = {measure: over_problems(rows[0], measure) for measure in measures}
-    else:  # different starts are not seeds of anything: their mean has no interval
-        found = {measure: _bare_mean(rows, measure) for measure in measures}
-    return ComparisonRow(START, name, len(rows), found, None, None)
+        estimates = {measure: estimate_over_problems(rows[0], measure) for measure in measures}
+    else:  # different starting policies are not seeds of one method: their mean has no interval
+        estimates = {measure: _mean_without_interval(rows, measure) for measure in measures}
+    return ComparisonRow(START, eval_set, len(rows), estimates, None, None)
 
 
-def _bare_mean(rows: Sequence[Row], measure: str) -> Estimate | None:
-    values = [found for row in rows if (found := value(row, measure)) is not None]
+def _mean_without_interval(rows: Sequence[Row], measure: str) -> Estimate | None:
+    values = _values(rows, measure)
     return Estimate(sum(values) / len(values)) if values else None
 
 
 def _method_row(
-    method: str, name: str, seeds: Sequence[Run], measures: Sequence[str]
+    method: str, eval_set: str, seeds: Sequence[Run], measures: Sequence[str]
 ) -> ComparisonRow:
-    evaluations = full_evaluations(seeds, name)
+    evaluations = full_evaluations(seeds, eval_set)
+    seconds = [value for run in seeds if (value := run.seconds()) is not None]
+    completions = [float(count) for run in seeds if (count := run.num_completions()) is not None]
     return ComparisonRow(
         method=method,
-        set=name,
+        eval_set=eval_set,
         num_seeds=len(evaluations) or len(seeds),
         measures={measure: estimate(evaluations, measure) for measure in measures},
-        seconds=over_seeds([seconds for run in seeds if (seconds := run.seconds()) is not None]),
-        num_completions=over_seeds(
-            [float(number) for run in seeds if (number := run.num_completions()) is not None]
-        ),
+        seconds=estimate_over_seeds(seconds),
+        num_completions=estimate_over_seeds(completions),
     )

@@ -1,6 +1,7 @@
-"""One colour and one marker for each method, the same in every figure of every report.
+"""Assigns one colour and one marker to each method, the same in every figure of every report.
 
-From Okabe and Ito's and Tol's sets, which stay apart for colour-blind readers; yellow is left out, it is lost on white.
+The colours are from the sets of Okabe and Ito and of Tol, which colour-blind readers can
+distinguish. Yellow is left out: it is hard to see on white.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable
 
-KNOWN = {
+KNOWN_STYLES = {
     "grpo": ("#0072B2", "o"),
     "eepo": ("#D55E00", "s"),
     "higher_temperature": ("#56B4E9", "^"),
@@ -19,13 +20,13 @@ KNOWN = {
     "eepo_clip_higher": ("#882255", "p"),
     "start": ("#808080", "*"),
 }
-SPARE = (
+SPARE_STYLES = (
     ("#332288", "<"), ("#999933", ">"), ("#44AA99", "h"), ("#AA4499", "d"),
     ("#661100", "8"), ("#6699CC", "H"), ("#117733", "."), ("#BB5566", "o"),
 )  # fmt: skip
 
-# What a step's time goes to. Pale, so that no phase is taken for a method.
-PHASES = {
+# The phases of a step. Pale, so that no phase is mistaken for a method.
+PHASE_COLOURS = {
     "sync": "#DDDDDD",
     "stage1": "#77AADD",
     "unlearn": "#EE8866",
@@ -36,21 +37,24 @@ PHASES = {
     "other": "#F4F4F4",
 }
 
-STAGE_STYLES = ("solid", (0, (4, 1.6)), (0, (1, 1.2)), "dashdot")
+LINE_STYLES = ("solid", (0, (4, 1.6)), (0, (1, 1.2)), "dashdot")  # of stage 1, 2, ...
 
 
-def looks(methods: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """(colour, marker) of each method. An unknown name's place follows from the name, so it keeps it between reports;
-    only when two unknown names meet on one place does the later one, by alphabet, move on."""
-    found: dict[str, tuple[str, str]] = {}
+def method_styles(methods: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Return (colour, marker) for each method.
+
+    The style of an unknown method is chosen by a hash of its name, so that it is the same in every
+    report. If two unknown methods collide, the alphabetically later one takes the next style.
+    """
+    styles: dict[str, tuple[str, str]] = {}
     taken: set[int] = set()
     for method in sorted(set(methods)):
-        if method in KNOWN:
-            found[method] = KNOWN[method]
+        if method in KNOWN_STYLES:
+            styles[method] = KNOWN_STYLES[method]
             continue
-        place = zlib.crc32(method.encode("utf-8", "replace")) % len(SPARE)
-        while place in taken and len(taken) < len(SPARE):
-            place = (place + 1) % len(SPARE)
-        taken.add(place)
-        found[method] = SPARE[place]
-    return found
+        index = zlib.crc32(method.encode("utf-8", "replace")) % len(SPARE_STYLES)
+        while index in taken and len(taken) < len(SPARE_STYLES):
+            index = (index + 1) % len(SPARE_STYLES)
+        taken.add(index)
+        styles[method] = SPARE_STYLES[index]
+    return styles

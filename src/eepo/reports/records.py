@@ -1,6 +1,7 @@
-"""Runs as they lie on disk. A run folder is all that a report knows: no trainer, no policy, no model is imported.
+"""Reads run folders. Reports use nothing else: no trainer, policy or model is imported here.
 
-Only the recipe and the metrics are required. The rest may be missing: a run that was killed is still worth reading.
+Only the recipe and the metrics are required. All other files may be missing, so that a run that
+was killed can still be read.
 """
 
 from __future__ import annotations
@@ -14,90 +15,94 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
+from eepo.runs.jsonl import read_records
 from eepo.types import UserError
 
 Row = dict[str, Any]
 
-MOST_COMPLETIONS = 1500  # kept of a file that can be far larger than memory is worth
+MAX_COMPLETIONS = 1500  # kept in memory per run; the file can be far larger
 
 
 @dataclass(frozen=True)
 class Run:
+    """Holds the records of one run folder."""
+
     folder: Path
-    name: str  # of the method; runs of one name differ only in their seed
+    name: str  # of the method; runs with the same name differ only in their seed
     seed: int
     recipe: dict[str, Any]
     environment: dict[str, Any]
     metrics: list[Row]
     evaluations: list[Row]
-    alarms: list[Row]  # what the collapse alarm said, as it began and as it ended
-    completions: list[Row]  # of steps spread over the run
-    num_logged: int  # completions in the file they are from
+    alarms: list[Row]  # one row for each time the collapse alarm starts or ends
+    completions: list[Row]  # from steps spread evenly over the run
+    num_logged: int  # completions in the file
 
     @property
     def last_step(self) -> int:
         return max((row["step"] for row in self.metrics), default=0)
 
     def setting(self, section: str, key: str) -> Any:
-        """From the recipe; None where it is silent."""
+        """Return a setting of the recipe, or None if the recipe does not have it."""
         return self.recipe.get(section, {}).get(key)
 
     def series(self, key: str) -> dict[int, float]:
-        """A metric by step. Steps without it, or where it is not finite, are left out: a figure has no place there."""
+        """Map step to metric. Omit steps without a finite value: they cannot be drawn."""
         return {row["step"]: row[key] for row in self.metrics if _is_finite(row.get(key))}
 
-    def full_evaluation(self, name: str) -> Row | None:
-        """The last full one after training began."""
-        return max(
-            (row for row in self.evaluations if _is_full(row, name) and row["step"] > 0),
-            key=lambda row: row["step"],
-            default=None,
-        )
+    def full_evaluation(self, eval_set: str) -> Row | None:
+        """Return the last full evaluation after training began."""
+        rows = [row for row in self._full_evaluations(eval_set) if row["step"] > 0]
+        return max(rows, key=lambda row: row["step"], default=None)
 
-    def start_evaluation(self, name: str) -> Row | None:
-        """The full one of the policy this run started from."""
-        return next(
-            (row for row in self.evaluations if _is_full(row, name) and row["step"] == 0), None
-        )
+    def start_evaluation(self, eval_set: str) -> Row | None:
+        """Return the full evaluation of the policy that this run started from."""
+        rows = (row for row in self._full_evaluations(eval_set) if row["step"] == 0)
+        return next(rows, None)
+
+    def _full_evaluations(self, eval_set: str) -> Iterator[Row]:
+        return (row for row in self.evaluations if row["kind"] == "full" and row["set"] == eval_set)
 
     def seconds(self) -> float | None:
-        """Wall-clock of all steps; evaluations and checkpoints are not in it."""
-        return sum(self.series("seconds/total").values()) if self.series("seconds/total") else None
+        """Sum the time of all steps, without evaluations and checkpoints."""
+        seconds = self.series("seconds/total")
+        return sum(seconds.values()) if seconds else None
 
     def num_completions(self) -> int | None:
-        """Sampled for training, in both stages: the budget that makes methods comparable."""
-        prompts, group = (
-            self.setting("training", "prompts_per_step"),
-            self.setting("algorithm", "group_size"),
-        )
-        return len(self.metrics) * prompts * group if prompts and group else None
+        """Count the completions sampled for training, in all stages."""
+        num_prompts = self.setting("training", "prompts_per_step")
+        group_size = self.setting("algorithm", "group_size")
+        if not num_prompts or not group_size:
+            return None
+        return len(self.metrics) * num_prompts * group_size
 
 
 def run_folders(folder: Path) -> list[Path]:
-    """A run as it is; of the folder of a comparison, a sweep or one method's seeds, the runs that it has begun.
+    """Return the run folders inside the folder of a comparison, a sweep or one method's seeds.
 
-    Methods stand by name, but the one that judged the start for all comes first: it is a comparison's baseline.
+    Return a run folder itself as it is. Methods are sorted by name, but the method that evaluated
+    the starting policy comes first: it is the baseline of a comparison.
     """
     if (folder / "metrics.jsonl").exists():
         return [folder]
-    inside = [
+    folders = [
         path.parent
         for pattern in ("*/seed-*", "seed-*")
         for path in folder.glob(f"{pattern}/recipe.toml")
     ]
-    judges = {path.parent for path in inside if _judged_start(path)}
-    return sorted(inside, key=lambda path: (path.parent not in judges, path)) or [folder]
+    baselines = {path.parent for path in folders if _evaluates_start(path)}
+    return sorted(folders, key=lambda path: (path.parent not in baselines, path)) or [folder]
 
 
 def read_runs(folders: Sequence[Path | str]) -> list[Run]:
-    """Of folders of runs, and of folders that hold runs: of those, the runs with steps."""
+    """Read run folders, and the runs with finished steps from folders that contain runs."""
     runs: list[Run] = []
     for folder in map(Path, folders):
-        inside = run_folders(folder)
-        begun = [path for path in inside if (path / "metrics.jsonl").is_file()]
-        if not begun and inside != [folder]:
-            raise UserError(f"{folder}: none of its {len(inside)} runs has finished a step yet")
-        runs += [read_run(path) for path in begun or inside]
+        candidates = run_folders(folder)
+        started = [path for path in candidates if (path / "metrics.jsonl").is_file()]
+        if not started and candidates != [folder]:
+            raise UserError(f"{folder}: none of its {len(candidates)} runs has finished a step yet")
+        runs += [read_run(path) for path in started or candidates]
     return runs
 
 
@@ -108,11 +113,12 @@ def read_run(folder: Path | str) -> Run:
     for name in ("recipe.toml", "metrics.jsonl"):
         if not (folder / name).is_file():
             raise UserError(
-                f"{folder}: not a run folder, it has no {name}; give runs, or the folder of a comparison or a sweep"
+                f"{folder}: not a run folder (no {name}); "
+                "give run folders, or the folder of a comparison or a sweep"
             )
     recipe = _read_recipe(folder / "recipe.toml")
-    logged = _Counted(_read_rows(folder / "completions.jsonl"))
-    completions = spread_steps(logged, MOST_COMPLETIONS)
+    logged = _CountingIterator(_read_rows(folder / "completions.jsonl"))
+    completions = thin_steps(logged, MAX_COMPLETIONS)
     return Run(
         folder=folder,
         name=str(recipe.get("name", folder.name)),
@@ -123,58 +129,66 @@ def read_run(folder: Path | str) -> Run:
         evaluations=list(_read_rows(folder / "evaluations.jsonl")),
         alarms=list(_read_rows(folder / "alarms.jsonl")),
         completions=completions,
-        num_logged=logged.number,
+        num_logged=logged.count,
     )
 
 
 def by_method(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Runs of one name are seeds of one method; methods stand in the order in which they first appear."""
+    """Group runs by name: method → its runs sorted by seed.
+
+    Methods keep the order in which they first appear.
+    """
     methods: dict[str, list[Run]] = {}
     for run in runs:
         seeds = methods.setdefault(run.name, [])
         for other in seeds:
             if other.seed == run.seed:
                 raise UserError(
-                    f"{other.folder} and {run.folder} are both {run.name} with seed {run.seed}: "
-                    "counted twice they would look like evidence; leave one out, or give it another name"
+                    f"{other.folder} and {run.folder} are both {run.name} with seed {run.seed}; "
+                    "remove one of them, or give it another name"
                 )
         seeds.append(run)
     return {name: sorted(seeds, key=lambda run: run.seed) for name, seeds in methods.items()}
 
 
 def evaluation_sets(runs: Sequence[Run]) -> list[str]:
-    """Names of what the runs were evaluated on, in the order of their first appearance."""
+    """List the names of the evaluation sets, in the order of their first appearance."""
     return list(dict.fromkeys(str(row["set"]) for run in runs for row in run.evaluations))
 
 
-def spread_steps(rows: Iterable[Row], most: int) -> list[Row]:
-    """Completions of whole steps, spread evenly and about `most` in all: when there are more, every other step goes.
+def thin_steps(rows: Iterable[Row], max_rows: int) -> list[Row]:
+    """Keep the completions of whole, evenly spaced steps: about `max_rows` in all.
 
-    Three steps always stay: the first, the last, and the last one in which something was forgotten.
+    While there are too many, every other step is dropped. Three steps are always kept: the first,
+    the last, and the last one with an unlearning step.
     """
     kept: dict[int, list[Row]] = {}
     last: dict[int, list[Row]] = {}
-    forgot: dict[int, list[Row]] = {}
+    last_unlearned: dict[int, list[Row]] = {}
     stride = 1
-    for place, (_, group) in enumerate(groupby(rows, key=lambda row: row["step"])):
-        last = {place: list(islice(group, most))}
-        if any(was_forgotten(row) for row in last[place]):
-            forgot = last
-        if place % stride == 0:
+    for index, (_, step_rows) in enumerate(groupby(rows, key=lambda row: row["step"])):
+        last = {index: list(islice(step_rows, max_rows))}
+        if any(map(has_logprob_after, last[index])):
+            last_unlearned = last
+        if index % stride == 0:
             kept |= last
-        while len(kept) > 1 and sum(map(len, kept.values())) > most:
+        while len(kept) > 1 and sum(map(len, kept.values())) > max_rows:
             stride *= 2
-            kept = {place: found for place, found in kept.items() if place % stride == 0}
-    return [row for _, found in sorted((kept | forgot | last).items()) for row in found]
+            kept = {other: rows for other, rows in kept.items() if other % stride == 0}
+    chosen = kept | last_unlearned | last
+    return [row for index in sorted(chosen) for row in chosen[index]]
 
 
-def was_forgotten(row: Row) -> bool:
-    """Does it say how likely the completion was before and after an unlearning step?"""
+def has_logprob_after(row: Row) -> bool:
+    """Return whether the log-probability is known before and after the unlearning step."""
     return _is_finite(row.get("logprob")) and _is_finite(row.get("logprob_after"))
 
 
-def _judged_start(folder: Path) -> bool:
-    """A damaged recipe judged nothing: whoever reads the run says what is wrong with it."""
+def _evaluates_start(folder: Path) -> bool:
+    """Read `evaluation.start` of a recipe.
+
+    A damaged recipe counts as false: `read_run` reports the damage.
+    """
     try:
         recipe = tomllib.loads((folder / "recipe.toml").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -182,19 +196,15 @@ def _judged_start(folder: Path) -> bool:
     return bool(recipe.get("evaluation", {}).get("start"))
 
 
-def _is_full(row: Row, name: str) -> bool:
-    return row["kind"] == "full" and row["set"] == name
-
-
-class _Counted:
-    """Rows that can be counted once they were gone through: the file may be too large to hold."""
+class _CountingIterator:
+    """Counts the rows that pass through: the file may be too large to keep."""
 
     def __init__(self, rows: Iterator[Row]) -> None:
-        self.rows, self.number = rows, 0
+        self.rows, self.count = rows, 0
 
     def __iter__(self) -> Iterator[Row]:
         for row in self.rows:
-            self.number += 1
+            self.count += 1
             yield row
 
 
@@ -213,21 +223,13 @@ def _read_environment(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        environment = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path}: not readable: {error}") from error
-    return found if isinstance(found, dict) else {}
+    return environment if isinstance(environment, dict) else {}
 
 
 def _read_rows(path: Path) -> Iterator[Row]:
-    """A torn last line is what a killed run leaves, and is passed over; a broken line before it is damage."""
-    if not path.is_file():
-        return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                yield json.loads(line)
-            except ValueError as error:
-                if not line.endswith("\n"):
-                    return
-                raise UserError(f"{path}: line {number} is not JSON: {error}") from error
+    """Yield nothing if the file is missing."""
+    if path.is_file():
+        yield from read_records(path)

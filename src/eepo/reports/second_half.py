@@ -1,4 +1,4 @@
-"""Does the second half of a group find what the first did not? What forgetting is for, beside what chance gives."""
+"""Draws how often the second half of a group recovers what the first half missed."""
 
 from __future__ import annotations
 
@@ -9,60 +9,65 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from eepo.reports.curves import draw_methods
-from eepo.reports.labels import name_text
-from eepo.reports.palette import STAGE_STYLES, looks
+from eepo.reports.labels import name_label
+from eepo.reports.palette import LINE_STYLES, method_styles
 from eepo.reports.panels import (
-    PANEL_HEIGHT,
     add_legend,
-    from_zero,
-    in_percent,
+    bar_panel_height,
+    dash_handles,
+    label_bars,
     label_steps,
-    method_lines,
+    method_handles,
     new_panels,
-    style_lines,
+    start_at_zero,
     styled,
+    use_percent,
 )
 from eepo.reports.records import Run, by_method
 
+# Both are shares of all groups.
 SHARES = {
-    "missed_share": "first half finds nothing",
-    "second_half_recovery": "and the second half does",
+    "missed_share": "no reward in the first half",
+    "second_half_recovery": "recovered in the second half",
 }
 
 
 @styled
-def chances_figure(runs: Sequence[Run]) -> Figure | None:
-    """Groups missed and rescued over the steps; and, of all those missed in a run, the share rescued."""
-    shares = {
-        method: found for method, seeds in by_method(runs).items() if (found := _rescued(seeds))
+def second_half_figure(runs: Sequence[Run]) -> Figure | None:
+    """Draw both shares over the steps, and the recovered share of the missed groups as bars."""
+    methods = by_method(runs)
+    recovered = {
+        method: shares for method, seeds in methods.items() if (shares := recovered_shares(seeds))
     }
-    if not shares:
+    if not recovered:
         return None
-    figure, (lines, bars) = new_panels(2, height=max(PANEL_HEIGHT, 0.8 + 0.21 * len(shares)))
-    for key, style in zip(SHARES, STAGE_STYLES, strict=False):
-        draw_methods(lines, by_method(runs), key, style)
-    label_steps(lines, "groups")
-    in_percent(lines)
-    from_zero(lines)
-    _draw_shares(bars, shares)
-    add_legend(figure, method_lines(by_method(runs)) + style_lines([*SHARES.values()]))
+    figure, (lines, bars) = new_panels(2, height=bar_panel_height(len(recovered)))
+    for key, dashes in zip(SHARES, LINE_STYLES, strict=False):
+        draw_methods(lines, methods, key, dashes)
+    label_steps(lines, "share of groups")
+    use_percent(lines)
+    start_at_zero(lines)
+    _draw_bars(bars, recovered)
+    add_legend(figure, method_handles(methods) + dash_handles([*SHARES.values()]))
     return figure
 
 
-def _rescued(seeds: Sequence[Run]) -> list[float]:
-    """Of each seed that missed anything."""
+def recovered_shares(seeds: Sequence[Run]) -> list[float]:
+    """Return, for each seed, the recovered share of all groups missed in the run.
+
+    Seeds without any missed group are omitted.
+    """
     sums = [[sum(run.series(key).values()) for key in SHARES] for run in seeds]
-    return [rescued / missed for missed, rescued in sums if missed]
+    return [recovered / missed for missed, recovered in sums if missed]
 
 
-def _draw_shares(axes: Axes, shares: dict[str, list[float]]) -> None:
-    """A bar for each method, a dot for each seed; the first method on top."""
-    for place, (method, seeds) in enumerate(shares.items()):
-        colour, _ = looks(shares)[method]
-        axes.barh(place, statistics.mean(seeds), 0.62, color=colour, alpha=0.6)
-        axes.plot(seeds, [place] * len(seeds), ".", color="#222222")
-    axes.set_yticks(range(len(shares)), [name_text(method) for method in shares])
-    axes.invert_yaxis()
-    axes.grid(visible=False, axis="y")
-    in_percent(axes, "x")
-    axes.set_title("of the groups missed, rescued")
+def _draw_bars(axes: Axes, recovered: dict[str, list[float]]) -> None:
+    """Draw a bar for each method and a dot for each seed."""
+    styles = method_styles(recovered)
+    for index, (method, shares) in enumerate(recovered.items()):
+        colour, _ = styles[method]
+        axes.barh(index, statistics.mean(shares), 0.62, color=colour, alpha=0.6)
+        axes.plot(shares, [index] * len(shares), ".", color="#222222")
+    label_bars(axes, list(map(name_label, recovered)))
+    use_percent(axes, "x")
+    axes.set_title("recovered / missed groups")

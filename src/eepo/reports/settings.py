@@ -1,4 +1,4 @@
-"""Settings that differ between runs: what the comparison is a comparison of."""
+"""Lists the settings that differ between runs."""
 
 from __future__ import annotations
 
@@ -8,42 +8,47 @@ from typing import Any
 
 from eepo.reports.records import Run, by_method
 
-# What makes runs different runs, and who of them judged the starting policy for all; everything else is a setting.
+# These differ in every comparison: a name and a seed for each run, and one run evaluates the
+# starting policy for all.
 EXPECTED = ("name", "training.seed", "evaluation.start")
 UNSET = "–"
 
 
 def differing_settings(runs: Sequence[Run]) -> dict[str, dict[str, list[str]]]:
-    """Setting → method → its values. More than one value: the runs of that method are not seeds of one recipe."""
-    flat = {id(run): flat_recipe(run.recipe) for run in runs}
-    keys = dict.fromkeys(key for recipe in flat.values() for key in recipe if key not in EXPECTED)
+    """Map setting → method → its values.
+
+    If a method has more than one value, its runs do not share one recipe.
+    """
+    recipes = {id(run): flatten_recipe(run.recipe) for run in runs}
+    keys = dict.fromkeys(key for flat in recipes.values() for key in flat if key not in EXPECTED)
     settings: dict[str, dict[str, list[str]]] = {}
     for key in keys:
         values = {
-            method: list(dict.fromkeys(flat[id(run)].get(key, UNSET) for run in seeds))
+            method: list(dict.fromkeys(recipes[id(run)].get(key, UNSET) for run in seeds))
             for method, seeds in by_method(runs).items()
         }
-        if len({value for found in values.values() for value in found}) > 1:
+        distinct = {value for method_values in values.values() for value in method_values}
+        if len(distinct) > 1:
             settings[key] = values
     return settings
 
 
-def flat_recipe(recipe: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """{"algorithm": {"gate": "token"}} → {"algorithm.gate": "token"}."""
+def flatten_recipe(recipe: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """Turn {"algorithm": {"gate": "token"}} into {"algorithm.gate": "token"}."""
     flat: dict[str, str] = {}
     for key, value in recipe.items():
         if isinstance(value, dict):
-            flat |= flat_recipe(value, f"{prefix}{key}.")
+            flat |= flatten_recipe(value, f"{prefix}{key}.")
         else:
             flat[prefix + key] = str(value)
     return flat
 
 
 def settings_table(runs: Sequence[Run]) -> str:
-    """As HTML."""
+    """Return the differing settings as an HTML table."""
     settings = differing_settings(runs)
     if not settings:
-        return "<p>None: the recipes are the same but for the seed.</p>"
+        return "<p>None: the recipes differ only in the seed.</p>"
     methods = list(by_method(runs))
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in ["setting", *methods])
     body = "\n".join(
@@ -52,4 +57,7 @@ def settings_table(runs: Sequence[Run]) -> str:
         + "</tr>"
         for key, values in settings.items()
     )
-    return f'<div class="wide"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>'
+    return (
+        f'<div class="wide"><table>\n<thead><tr>{head}</tr></thead>\n'
+        f"<tbody>\n{body}\n</tbody></table></div>"
+    )

@@ -1,4 +1,4 @@
-"""The comparison in plain sentences. Every sentence says no more than its numbers do."""
+"""Summarises a comparison in sentences. No sentence claims more than its numbers show."""
 
 from __future__ import annotations
 
@@ -6,50 +6,61 @@ import math
 from collections.abc import Sequence
 
 from eepo.evaluation.estimates import seed_interval
-from eepo.reports.measures import LABELS, full_evaluations, shown_measures, value
+from eepo.reports.measures import LABELS, full_evaluations, measure_value, shown_measures
 from eepo.reports.records import Run, by_method, evaluation_sets
 from eepo.reports.settings import differing_settings
-from eepo.reports.tables import plain
+from eepo.reports.tables import display_name
 
 
 def summary_sentences(runs: Sequence[Run]) -> list[str]:
-    """Every method against the first one, then what a reader must know before believing it."""
+    """Compare every method with the first one, then list warnings about comparability."""
     methods = by_method(runs)
-    first, *others = methods
-    basis = " at equal training time" if at_equal_time(runs) else ""
-    compared = [
-        found
+    baseline, *others = methods
+    equal_time = is_equal_time(runs)
+    suffix = " at equal training time" if equal_time else ""
+    measures = shown_measures(runs)
+    comparisons = [
+        comparison
         for other in others
-        for name in evaluation_sets(runs)
-        if (found := _compare(methods[first], methods[other], name, shown_measures(runs), basis))
+        for eval_set in evaluation_sets(runs)
+        if (comparison := _compare(methods[baseline], methods[other], eval_set, measures, suffix))
     ]
-    sentences = [sentence for sentence, _ in compared]
-    num_intervals = sum(number for _, number in compared)
+    sentences = [_time_sentence(runs)] if equal_time else []
+    sentences += [sentence for sentence, _ in comparisons]
     if not others:
-        sentences.append(f"Only {first} is here, so nothing is compared.")
-    elif not sentences:
+        sentences.append(f"Only one method ({baseline}), so there is nothing to compare.")
+    elif not comparisons:
         sentences.append(
-            "No two methods have a full evaluation of the same set, so nothing is compared."
+            "No two methods have a full evaluation of the same set, so there is nothing to compare."
         )
+    num_intervals = sum(number for _, number in comparisons)
     if num_intervals > 1:
         sentences.append(
-            f"These are {num_intervals} intervals at 95 %: where methods do not differ at all, "
-            "about one in twenty still excludes 0."
+            f"There are {num_intervals} intervals at 95 %: even if no method differs, "
+            "about 1 in 20 excludes 0."
         )
-    return [_time_sentence(runs)] * bool(basis) + sentences + cautions(runs)
+    return sentences + warning_sentences(runs)
 
 
-def at_equal_time(runs: Sequence[Run]) -> bool:
-    """Whether time ended some of the runs, and gave every seed of every method what the first method's seed had."""
-    first, *others = by_method(runs).values()
-    given = {run.seed: _time_limit(run) or run.seconds() or 0.0 for run in first}
-    limits = [
-        (_time_limit(run) or run.seconds() or 0.0, given.get(run.seed))
-        for seeds in others
-        for run in seeds
+def is_equal_time(runs: Sequence[Run]) -> bool:
+    """Return whether every seed had the training time of the baseline's run with that seed.
+
+    At least one run must have a time limit.
+    """
+    baseline, *others = by_method(runs).values()
+    baseline_seconds = {run.seed: _allowed_seconds(run) for run in baseline}
+    pairs = [
+        (_allowed_seconds(run), baseline_seconds.get(run.seed)) for seeds in others for run in seeds
     ]
-    same = all(base is not None and math.isclose(own, base, rel_tol=1e-6) for own, base in limits)
-    return bool(limits) and same and any(_time_limit(run) for run in runs)
+    all_equal = all(
+        expected is not None and math.isclose(seconds, expected, rel_tol=1e-6)
+        for seconds, expected in pairs
+    )
+    return bool(pairs) and all_equal and any(_time_limit(run) for run in runs)
+
+
+def _allowed_seconds(run: Run) -> float:
+    return _time_limit(run) or run.seconds() or 0.0
 
 
 def _time_limit(run: Run) -> float:
@@ -57,32 +68,31 @@ def _time_limit(run: Run) -> float:
 
 
 def _time_sentence(runs: Sequence[Run]) -> str:
-    """With the steps and the seconds of each method, from its lowest to its highest seed."""
-    spent = [
-        f"{method} {_span([run.last_step for run in seeds], '{:,.0f}')} steps in "
-        f"{_span([run.seconds() or 0.0 for run in seeds], '{:,.1f}')} s"
+    """Give the steps and seconds of each method, from its lowest to its highest seed."""
+    parts = [
+        f"{method} {_range_text([run.last_step for run in seeds], '{:,.0f}')} steps in "
+        f"{_range_text([run.seconds() or 0.0 for run in seeds], '{:,.1f}')} s"
         for method, seeds in by_method(runs).items()
     ]
-    return f"At equal training time, seed by seed, evaluations not counted: {'; '.join(spent)}."
+    return f"Equal training time for each seed, without evaluations: {'; '.join(parts)}."
 
 
-def _span(values: Sequence[float], form: str) -> str:
-    ends = list(dict.fromkeys(form.format(end) for end in (min(values), max(values))))
-    return " to ".join(ends)
+def _range_text(values: Sequence[float], number_format: str) -> str:
+    ends = [number_format.format(end) for end in (min(values), max(values))]
+    return " to ".join(dict.fromkeys(ends))
 
 
-def cautions(runs: Sequence[Run]) -> list[str]:
-    """What makes the runs less comparable than they look."""
-    sentences = [stopped for run in runs if (stopped := _stopped_early(run))]
-    sentences += [] if at_equal_time(runs) else _unequal_training(runs)
+def warning_sentences(runs: Sequence[Run]) -> list[str]:
+    """List what makes the runs less comparable than they look."""
+    sentences = [sentence for run in runs if (sentence := _stopped_early(run))]
+    sentences += [] if is_equal_time(runs) else _unequal_training(runs)
     settings = differing_settings(runs)
-    judged = [
-        key
-        for key in settings
-        if key.startswith(("model.path", "model.revision", "task.", "evaluation."))
-    ]
-    if judged:
-        sentences.append(f"Not like for like: the runs also differ in {', '.join(judged)}.")
+    evaluated_with = ("model.path", "model.revision", "task.", "evaluation.")
+    differing = [key for key in settings if key.startswith(evaluated_with)]
+    if differing:
+        sentences.append(
+            f"Not directly comparable: the runs also differ in {', '.join(differing)}."
+        )
     for method in by_method(runs):
         mixed = [
             key
@@ -91,147 +101,156 @@ def cautions(runs: Sequence[Run]) -> list[str]:
         ]
         if mixed:
             sentences.append(
-                f"The runs named {method} are not seeds of one recipe: they differ in {', '.join(mixed)}."
+                f"The runs of {method} are not seeds of one recipe: "
+                f"they differ in {', '.join(mixed)}."
             )
     return sentences
 
 
 def _stopped_early(run: Run) -> str | None:
-    limit, num_steps, seconds = (
-        _time_limit(run),
-        run.setting("training", "num_steps") or 0,
-        run.seconds() or 0.0,
-    )
+    limit, seconds = _time_limit(run), run.seconds() or 0.0
+    num_steps = run.setting("training", "num_steps") or 0
+    stopped = f"{run.name}, seed {run.seed}: stopped at step {run.last_step}"
     if limit and seconds < limit * (1 - 1e-9):
-        return f"{run.name} with seed {run.seed} stopped at step {run.last_step}, after {seconds:,.1f} s of {limit:,.1f}."
+        return f"{stopped}, after {seconds:,.1f} of {limit:,.1f} s."
     if not limit and run.last_step < num_steps:
-        return f"{run.name} with seed {run.seed} stopped at step {run.last_step} of {num_steps}."
+        return f"{stopped} of {num_steps}."
     return None
 
 
 def _unequal_training(runs: Sequence[Run]) -> list[str]:
     sentences = []
-    final = {
-        row["step"]
-        for run in runs
-        for name in evaluation_sets(runs)
-        if (row := run.full_evaluation(name))
-    }
-    if len(final) > 1:
-        steps = ", ".join(map(str, sorted(final)))
-        sentences.append(f"The full evaluations were made at different steps ({steps}).")
-    drawn = {method: seeds[0].num_completions() for method, seeds in by_method(runs).items()}
-    if len(set(drawn.values())) > 1:
-        numbers = ", ".join(
-            f"{method} {number:,}" for method, number in drawn.items() if number is not None
+    evaluations = [row for name in evaluation_sets(runs) for row in full_evaluations(runs, name)]
+    last_steps = sorted({row["step"] for row in evaluations})
+    if len(last_steps) > 1:
+        steps = ", ".join(map(str, last_steps))
+        sentences.append(f"The full evaluations were made at different steps: {steps}.")
+    sampled = {method: seeds[0].num_completions() for method, seeds in by_method(runs).items()}
+    if len(set(sampled.values())) > 1:
+        counts = [f"{method} {count:,}" for method, count in sampled.items() if count is not None]
+        sentences.append(
+            f"Unequal rollouts: the number of completions sampled for training is "
+            f"{', '.join(counts)}."
         )
-        sentences.append(f"Not at equal rollouts: completions drawn in training are {numbers}.")
     return sentences
 
 
 def _compare(
-    first: Sequence[Run], other: Sequence[Run], name: str, measures: Sequence[str], basis: str
+    baseline: Sequence[Run],
+    other: Sequence[Run],
+    eval_set: str,
+    measures: Sequence[str],
+    suffix: str,
 ) -> tuple[str, int] | None:
-    """The sentence, and how many intervals it holds."""
-    if not full_evaluations(first, name) or not full_evaluations(other, name):
+    """Return a sentence and the number of intervals in it."""
+    if not full_evaluations(baseline, eval_set) or not full_evaluations(other, eval_set):
         return None
-    subject = f"{other[0].name} against {first[0].name} on {plain(name)}{basis}"
-    pairs = _seed_pairs(first, other, name)
+    subject = f"{other[0].name} against {baseline[0].name} on {display_name(eval_set)}{suffix}"
+    pairs = _seed_pairs(baseline, other, eval_set)
     if len(pairs) >= 2:
-        return _paired(f"{subject}, paired over {len(pairs)} seeds", pairs, name, measures)
-    if max(len(first), len(other)) >= 2:
-        return (
-            f"{subject}: fewer than two seeds in common, so nothing can be said about a difference.",
-            0,
-        )
+        subject += f", paired over {len(pairs)} seeds"
+        return _compare_paired(subject, pairs, eval_set, measures)
+    if max(len(baseline), len(other)) >= 2:
+        return f"{subject}: fewer than two seeds in common, so no difference can be estimated.", 0
     parts = [
-        part for measure in measures if (part := _side_by_side(other[0], first[0], name, measure))
+        part
+        for measure in measures
+        if (part := _values_text(other[0], baseline[0], eval_set, measure))
     ]
     return f"{subject}: {'; '.join(parts)}. One seed cannot show a difference between methods.", 0
 
 
-def _seed_pairs(first: Sequence[Run], other: Sequence[Run], name: str) -> list[tuple[Run, Run]]:
-    """(first, other) of the same seed: they saw the same prompts in the same order, so their difference is surer."""
-    seeds = {run.seed: run for run in first if run.full_evaluation(name)}
+def _seed_pairs(
+    baseline: Sequence[Run], other: Sequence[Run], eval_set: str
+) -> list[tuple[Run, Run]]:
+    """Pair runs (baseline, other) with the same seed.
+
+    They saw the same prompts in the same order, which lowers the variance of their difference.
+    """
+    by_seed = {run.seed: run for run in baseline if run.full_evaluation(eval_set)}
     return [
-        (seeds[run.seed], run) for run in other if run.seed in seeds and run.full_evaluation(name)
+        (by_seed[run.seed], run)
+        for run in other
+        if run.seed in by_seed and run.full_evaluation(eval_set)
     ]
 
 
-def _paired(
-    subject: str, pairs: Sequence[tuple[Run, Run]], name: str, measures: Sequence[str]
+def _compare_paired(
+    subject: str, pairs: Sequence[tuple[Run, Run]], eval_set: str, measures: Sequence[str]
 ) -> tuple[str, int]:
-    """Differences with their intervals, then in words what they show, which is often nothing."""
-    found = {
-        measure: differences
+    """List the differences with their intervals, then say which are significant."""
+    differences = {
+        measure: values
         for measure in measures
-        if (differences := _differences(pairs, name, measure))
+        if (values := _differences(pairs, eval_set, measure))
     }
-    parts = [_difference_text(measure, differences) for measure, differences in found.items()]
-    return (
-        f"{subject}, difference [95 % interval]: {'; '.join(parts)}. {_verdict(pairs[0][1].name, found)}",
-        len(parts),
-    )
+    parts = [_difference_text(measure, values) for measure, values in differences.items()]
+    verdict = _verdict(pairs[0][1].name, differences)
+    return f"{subject}, difference [95 % interval]: {'; '.join(parts)}. {verdict}", len(parts)
 
 
-def _verdict(method: str, found: dict[str, list[float]]) -> str:
-    """For every measure, whether the data show a difference, and which way."""
-    shown = {
-        measure: sum(values) > 0 for measure, values in found.items() if _excludes_zero(values)
-    }
-    ways = {True: f"{method} higher", False: f"{method} lower"}
-    excluding = ", ".join(f"{_label(measure)} ({ways[up]})" for measure, up in shown.items())
-    if not shown:
-        return "No interval excludes 0, so no difference is shown."
-    if len(shown) == len(found):
-        return f"Every interval excludes 0: {excluding}."
-    others = ", ".join(_label(measure) for measure in found if measure not in shown)
-    return f"Intervals that exclude 0: {excluding}; for {others} no difference is shown."
+def _verdict(method: str, differences: dict[str, list[float]]) -> str:
+    """Say for every measure whether the difference is significant, and in which direction."""
+    significant, others = [], []
+    for measure, values in differences.items():
+        if _excludes_zero(values):
+            direction = "higher" if sum(values) > 0 else "lower"
+            significant.append(f"{_label(measure)} ({method} {direction})")
+        else:
+            others.append(_label(measure))
+    if not significant:
+        return "No significant difference: no interval excludes 0."
+    shown = f"Significant (interval excludes 0): {', '.join(significant)}."
+    return f"{shown} No significant difference: {', '.join(others)}." if others else shown
 
 
-def _differences(pairs: Sequence[tuple[Run, Run]], name: str, measure: str) -> list[float]:
-    """Seed by seed; none at all where a seed lacks the measure."""
-    values = [(_final(base, name, measure), _final(run, name, measure)) for base, run in pairs]
-    found = [run - base for base, run in values if run is not None and base is not None]
-    return found if len(found) == len(pairs) else []
+def _differences(pairs: Sequence[tuple[Run, Run]], eval_set: str, measure: str) -> list[float]:
+    """Return the difference for each pair; empty if any run lacks the measure."""
+    differences = []
+    for baseline, other in pairs:
+        baseline_value = _final_value(baseline, eval_set, measure)
+        other_value = _final_value(other, eval_set, measure)
+        if baseline_value is None or other_value is None:
+            return []
+        differences.append(other_value - baseline_value)
+    return differences
 
 
 def _difference_text(measure: str, differences: Sequence[float]) -> str:
-    scale, form, unit = (
-        (1, "{:+z.2f}", "") if measure == "distinct" else (100, "{:+z.1f}", " points")
-    )
-    text = f"{_label(measure)} {form.format(scale * sum(differences) / len(differences))}{unit}"
+    is_count = measure == "distinct"
+    factor, number_format, unit = (1, "{:+z.2f}", "") if is_count else (100, "{:+z.1f}", " points")
+    mean = number_format.format(factor * sum(differences) / len(differences))
+    text = f"{_label(measure)} {mean}{unit}"
     if _is_constant(differences):
-        return f"{text} (the same in every seed, so its spread is unknown)"
-    low, high = (form.format(scale * end) for end in seed_interval(differences) or ())
+        return f"{text} (equal in every seed, so the spread is unknown)"
+    low, high = (number_format.format(factor * end) for end in seed_interval(differences) or ())
     return f"{text} [{low}, {high}]"
 
 
 def _excludes_zero(differences: Sequence[float]) -> bool:
-    """A spread of 0 over a few seeds is chance or coarse counting, not certainty."""
+    """Treat zero spread over a few seeds as unknown: it is chance or coarse counting."""
     interval = seed_interval(differences)
-    return (
-        interval is not None
-        and not _is_constant(differences)
-        and (interval[0] > 0 or interval[1] < 0)
-    )
+    if interval is None or _is_constant(differences):
+        return False
+    return interval[0] > 0 or interval[1] < 0
 
 
 def _is_constant(differences: Sequence[float]) -> bool:
     return max(differences) - min(differences) < 1e-12
 
 
-def _side_by_side(other: Run, first: Run, name: str, measure: str) -> str | None:
-    ours, theirs = _final(other, name, measure), _final(first, name, measure)
-    if ours is None or theirs is None:
-        return None
-    form = "{:.2f}" if measure == "distinct" else "{:.1%}"
-    return f"{_label(measure)} {form.format(ours)} against {form.format(theirs)}".replace("%", " %")
+def _values_text(other: Run, baseline: Run, eval_set: str, measure: str) -> str | None:
+    values = [_final_value(run, eval_set, measure) for run in (other, baseline)]
+    number_format = "{:.2f}" if measure == "distinct" else "{:.1%}"
+    texts = [
+        number_format.format(value).replace("%", " %") for value in values if value is not None
+    ]
+    return f"{_label(measure)} {' against '.join(texts)}" if len(texts) == 2 else None
 
 
-def _final(run: Run, name: str, measure: str) -> float | None:
-    row = run.full_evaluation(name)
-    return value(row, measure) if row else None
+def _final_value(run: Run, eval_set: str, measure: str) -> float | None:
+    row = run.full_evaluation(eval_set)
+    return measure_value(row, measure) if row else None
 
 
 def _label(measure: str) -> str:

@@ -1,6 +1,7 @@
-"""The hyperparameter figure: a measure against a knob, one panel for each sweep, other methods as dashed lines.
+"""Draws the hyperparameter figure: a measure against a knob, one panel for each sweep.
 
-As in the paper, where every baseline is shown against its own knob and EEPO, with its knobs fixed, is a line across.
+Other methods are dashed horizontal lines. In the paper, each baseline is shown against its knob,
+and EEPO with fixed knobs is such a line.
 """
 
 from __future__ import annotations
@@ -14,50 +15,62 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from eepo.reports.figure_list import image_bytes
-from eepo.reports.palette import looks
-from eepo.reports.panels import add_legend, in_percent, name_text, new_panels, styled
+from eepo.reports.labels import name_label
+from eepo.reports.palette import method_styles
+from eepo.reports.panels import add_legend, new_panels, styled, use_percent
 from eepo.reports.records import Run, by_method
-from eepo.reports.sweep_tables import Scale, SweepResult, SweptPoint, knob_text, place, short
-from eepo.reports.tables import plain
+from eepo.reports.sweep_tables import (
+    Criterion,
+    PointResult,
+    SweepResult,
+    knob_assignments,
+    knob_name,
+    knob_sort_key,
+    knob_text,
+)
+from eepo.reports.tables import display_name
 from eepo.types import UserError
 
-Curve = dict[str, list[SweptPoint]]  # label → the points of one line
+Styles = dict[str, tuple[str, str]]  # label → (colour, marker)
 
 
-def hyper_figure(
-    sweeps: Sequence[SweepResult], lines: Sequence[Run], scale: Scale
+def sweep_figure(
+    sweeps: Sequence[SweepResult], line_runs: Sequence[Run], criterion: Criterion
 ) -> Figure | None:
-    """Bars and bands are 95 % intervals over seeds; with one seed there are none. Values stand evenly, by size."""
+    """Draw the sweeps that have finished runs.
+
+    Error bars and bands are 95 % intervals over seeds; one seed has none. The values of a knob are
+    evenly spaced, in ascending order.
+    """
     shown = [sweep for sweep in sweeps if sweep.runs]
 
     @styled
-    def draw(runs: Sequence[Run]) -> Figure | None:
+    def draw(line_runs: Sequence[Run]) -> Figure | None:
         if not shown:
             return None
         figure, panels = new_panels(len(shown), columns=2 if len(shown) in (2, 4) else 3)
-        swept, across = (
-            [label for sweep in shown for label in curves(sweep, main_knob(sweep))],
-            list(by_method(runs)),
-        )
-        styles = looks([*swept, *across])
+        solid = [label for sweep in shown for label in points_by_line(sweep, main_knob(sweep))]
+        dashed = list(by_method(line_runs))
+        styles = method_styles([*solid, *dashed])
         for axes, sweep in zip(panels, shown, strict=True):
-            _draw_sweep(axes, sweep, scale, styles)
-            _draw_lines(axes, runs, scale, styles)
-            if scale.measure != "distinct":
-                in_percent(axes)
-        where = plain(scale.sets[0]) if len(scale.sets) == 1 else "average of sets"
-        panels[0].set_ylabel(name_text(f"{scale.measure}, {where}"))
-        add_legend(figure, _legend(swept, across, styles))
+            _draw_sweep(axes, sweep, criterion, styles)
+            _draw_line_runs(axes, line_runs, criterion, styles)
+            if criterion.measure != "distinct":
+                use_percent(axes)
+        single_set = len(criterion.sets) == 1
+        sets = display_name(criterion.sets[0]) if single_set else "average of sets"
+        panels[0].set_ylabel(name_label(f"{criterion.measure}, {sets}"))
+        add_legend(figure, _legend_handles(solid, dashed, styles))
         return figure
 
-    return draw(lines)
+    return draw(line_runs)
 
 
-def write_hyper(
-    sweeps: Sequence[SweepResult], lines: Sequence[Run], scale: Scale, out: Path
+def write_sweep_figure(
+    sweeps: Sequence[SweepResult], line_runs: Sequence[Run], criterion: Criterion, out: Path
 ) -> list[Path]:
-    """As PNG and as SVG, under one name; nothing where no run is finished."""
-    figure = hyper_figure(sweeps, lines, scale)
+    """Write the figure as PNG and as SVG, or nothing if no run is finished."""
+    figure = sweep_figure(sweeps, line_runs, criterion)
     if figure is None:
         return []
     if out.is_dir():
@@ -70,85 +83,73 @@ def write_hyper(
 
 
 def main_knob(sweep: SweepResult) -> str:
-    """The one with the most values is the axis; the others tell lines apart."""
+    """Return the knob with the most values: it is the x-axis."""
     points = [point for point in sweep.points if point.runs]
     return max(
         points[0].knobs, key=lambda knob: len({knob_text(point.knobs[knob]) for point in points})
     )
 
 
-def curves(sweep: SweepResult, knob: str) -> Curve:
-    """One for each choice of the other knobs; points that all failed are on none."""
-    found: Curve = {}
-    for point in (point for point in sweep.points if point.runs):
-        others = [
-            f"{short(key)}={knob_text(value)}" for key, value in point.knobs.items() if key != knob
-        ]
-        found.setdefault(", ".join([sweep.name, *others]), []).append(point)
-    return found
+def points_by_line(sweep: SweepResult, knob: str) -> dict[str, list[PointResult]]:
+    """Group the points with finished runs by the values of the other knobs: label → points."""
+    lines: dict[str, list[PointResult]] = {}
+    for point in sweep.points:
+        if point.runs:
+            others = {key: value for key, value in point.knobs.items() if key != knob}
+            label = ", ".join([sweep.name, *knob_assignments(others)])
+            lines.setdefault(label, []).append(point)
+    return lines
 
 
-def _draw_sweep(
-    axes: Axes, sweep: SweepResult, scale: Scale, styles: dict[str, tuple[str, str]]
-) -> None:
+def _draw_sweep(axes: Axes, sweep: SweepResult, criterion: Criterion, styles: Styles) -> None:
     knob = main_knob(sweep)
-    values = sorted(
-        {knob_text(point.knobs[knob]): point.knobs[knob] for point in sweep.points}.items(),
-        key=_by_size,
-    )
-    places = {text: number for number, (text, _) in enumerate(values)}
-    for label, points in curves(sweep, knob).items():
-        found = [
-            (places[knob_text(point.knobs[knob])], one)
-            for point in points
-            if (one := scale.estimate(point.runs))
-        ]
-        widths = [(one.high - one.mean if one.high is not None else 0.0) for _, one in found]
+    values = {knob_text(point.knobs[knob]): point.knobs[knob] for point in sweep.points}
+    ticks = sorted(values, key=lambda text: knob_sort_key(values[text]))
+    for label, points in points_by_line(sweep, knob).items():
+        xs, ys, widths = [], [], []
+        for point in points:
+            if score := criterion.estimate(point.runs):
+                xs.append(ticks.index(knob_text(point.knobs[knob])))
+                ys.append(score.mean)
+                widths.append(score.high - score.mean if score.high is not None else 0.0)
+        error_bars: Any = widths if any(widths) else None
         colour, marker = styles[label]
-        xs, ys = [x for x, _ in found], [one.mean for _, one in found]
-        bars: Any = widths if any(widths) else None
         axes.errorbar(
-            xs, ys, bars, color=colour, marker=marker, markersize=3.5, linewidth=1.2, capsize=2
-        )
-    axes.set_xticks(range(len(values)), [name_text(text) for text, _ in values])
-    axes.set_xlim(-0.4, len(values) - 0.6)
-    axes.set_xlabel(name_text(short(knob)))
-    axes.set_title(name_text(sweep.name))
-
-
-def _by_size(item: tuple[str, Any]) -> tuple[bool, float, str]:
-    return place(item[1])
-
-
-def _draw_lines(
-    axes: Axes, runs: Sequence[Run], scale: Scale, styles: dict[str, tuple[str, str]]
-) -> None:
-    for method, seeds in by_method(runs).items():
-        found = scale.estimate(seeds)
-        if found is not None:
-            axes.axhline(found.mean, color=styles[method][0], linestyle="dashed", linewidth=1.2)
-            if found.low is not None and found.high is not None:
-                axes.axhspan(
-                    found.low, found.high, color=styles[method][0], alpha=0.12, linewidth=0
-                )
-
-
-def _legend(
-    swept: Sequence[str], across: Sequence[str], styles: dict[str, tuple[str, str]]
-) -> list[Line2D]:
-    solid = [
-        Line2D(
-            [],
-            [],
-            color=styles[label][0],
-            marker=styles[label][1],
+            xs,
+            ys,
+            error_bars,
+            color=colour,
+            marker=marker,
             markersize=3.5,
-            label=name_text(label),
+            linewidth=1.2,
+            capsize=2,
         )
-        for label in dict.fromkeys(swept)
-    ]
-    dashed = [
-        Line2D([], [], color=styles[label][0], linestyle="dashed", label=name_text(label))
-        for label in across
-    ]
-    return solid + dashed
+    axes.set_xticks(range(len(ticks)), list(map(name_label, ticks)))
+    axes.set_xlim(-0.4, len(ticks) - 0.6)
+    axes.set_xlabel(name_label(knob_name(knob)))
+    axes.set_title(name_label(sweep.name))
+
+
+def _draw_line_runs(
+    axes: Axes, line_runs: Sequence[Run], criterion: Criterion, styles: Styles
+) -> None:
+    for method, seeds in by_method(line_runs).items():
+        score = criterion.estimate(seeds)
+        if score is None:
+            continue
+        colour, _ = styles[method]
+        axes.axhline(score.mean, color=colour, linestyle="dashed", linewidth=1.2)
+        if score.low is not None and score.high is not None:
+            axes.axhspan(score.low, score.high, color=colour, alpha=0.12, linewidth=0)
+
+
+def _legend_handles(solid: Sequence[str], dashed: Sequence[str], styles: Styles) -> list[Line2D]:
+    handles = []
+    for label in dict.fromkeys(solid):
+        colour, marker = styles[label]
+        text = name_label(label)
+        handles.append(Line2D([], [], color=colour, marker=marker, markersize=3.5, label=text))
+    for label in dashed:
+        colour, _ = styles[label]
+        handles.append(Line2D([], [], color=colour, linestyle="dashed", label=name_label(label)))
+    return handles

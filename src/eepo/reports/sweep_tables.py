@@ -1,6 +1,7 @@
-"""What came out of a sweep: one row for each point, which point is best, and how sure that is.
+"""Reports the results of a sweep: one row for each point, the best point, and how certain it is.
 
-Read from the sweep's folder alone: `recipes/POINT.toml` says what a point changes, `POINT/seed-N` are its runs.
+Only the sweep's folder is read: `recipes/POINT.toml` holds the knobs that a point changes, and
+`POINT/seed-N` are its runs.
 """
 
 from __future__ import annotations
@@ -19,34 +20,36 @@ from eepo.reports.measures import (
     Estimate,
     comparison_rows,
     estimate,
+    estimate_over_seeds,
     full_evaluations,
-    over_seeds,
+    measure_value,
     shown_measures,
-    value,
 )
 from eepo.reports.records import Run, evaluation_sets, read_run
 from eepo.reports.summary import summary_sentences
-from eepo.reports.tables import markdown_table, measure_text, plain
+from eepo.reports.tables import display_name, markdown_lines, markdown_table, measure_text
 from eepo.types import UserError
 
 STAGE_METRIC = re.compile(r"(stage\d+/)?(reward|entropy)")
 
 
 @dataclass(frozen=True)
-class SweptPoint:
+class PointResult:
+    """Holds the runs of one point of a sweep."""
+
     knobs: dict[str, Any]
-    runs: list[Run]  # those that came to their full evaluation, named by their knobs
+    runs: list[Run]  # with a full evaluation after training, named by their knobs
 
     @property
     def label(self) -> str:
-        return ", ".join(f"{short(knob)}={knob_text(value)}" for knob, value in self.knobs.items())
+        return ", ".join(knob_assignments(self.knobs))
 
 
 @dataclass(frozen=True)
 class SweepResult:
     folder: Path
     name: str  # of the recipe that all points share
-    points: list[SweptPoint]
+    points: list[PointResult]
 
     @property
     def runs(self) -> list[Run]:
@@ -54,47 +57,46 @@ class SweepResult:
 
 
 @dataclass(frozen=True)
-class Scale:
-    """What points are judged by: one measure, averaged over evaluation sets that all runs share."""
+class Criterion:
+    """Scores runs by one measure, averaged over evaluation sets that all runs share."""
 
     measure: str
     sets: tuple[str, ...]
 
     def score(self, run: Run) -> float | None:
-        found = [
-            value(row, self.measure) for name in self.sets if (row := run.full_evaluation(name))
-        ]
-        values = [one for one in found if one is not None]
-        return sum(values) / len(values) if len(values) == len(self.sets) else None
+        """Return the mean over the sets, or None if the measure is missing on any of them."""
+        rows = [row for name in self.sets if (row := run.full_evaluation(name))]
+        values = [measure_value(row, self.measure) for row in rows]
+        present = [value for value in values if value is not None]
+        return sum(present) / len(present) if len(present) == len(self.sets) else None
 
     def estimate(self, runs: Sequence[Run]) -> Estimate | None:
-        return over_seeds([score for run in runs if (score := self.score(run)) is not None])
+        scores = [score for run in runs if (score := self.score(run)) is not None]
+        return estimate_over_seeds(scores)
 
     def __str__(self) -> str:
-        sets = ", ".join(map(plain, self.sets))
+        sets = ", ".join(map(display_name, self.sets))
         return f"{self.measure}, {'average of ' if len(self.sets) > 1 else ''}{sets}"
 
 
 def read_sweep(folder: Path) -> SweepResult:
     if not (folder / "recipe.toml").is_file() or not (folder / "recipes").is_dir():
-        raise UserError(
-            f"{folder}: not a sweep's folder, it has no recipe.toml beside a folder recipes"
-        )
+        raise UserError(f"{folder}: not the folder of a sweep (no recipe.toml, or no recipes/)")
     base = tomllib.loads((folder / "recipe.toml").read_text(encoding="utf-8"))
-    changes = {file.stem: _knobs(file) for file in sorted((folder / "recipes").glob("*.toml"))}
+    changes = {file.stem: _read_knobs(file) for file in sorted((folder / "recipes").glob("*.toml"))}
     knobs = sorted({knob for changed in changes.values() for knob in changed})
     points = []
     for name, changed in changes.items():
-        filled = {
-            knob: changed[knob] if knob in changed else _in_base(base, knob) for knob in knobs
+        values = {
+            knob: changed[knob] if knob in changed else _base_value(base, knob) for knob in knobs
         }
-        points.append(SweptPoint(filled, _finished_runs(folder / name)))
-    points = [_named(point) for point in points]
-    return SweepResult(folder, str(base.get("name", folder.name)), sorted(points, key=_place))
+        points.append(_name_runs(PointResult(values, _finished_runs(folder / name))))
+    points.sort(key=lambda point: [knob_sort_key(value) for value in point.knobs.values()])
+    return SweepResult(folder, str(base.get("name", folder.name)), points)
 
 
 def read_method(folder: Path) -> list[Run]:
-    """A run, or a folder of its seeds as `eepo compare` leaves it."""
+    """Read a run, or a folder of seeds as `eepo compare` writes it."""
     seeds = sorted(folder.glob("seed-*"))
     return [read_run(seed) for seed in seeds] if seeds else [read_run(folder)]
 
@@ -105,8 +107,12 @@ def check_measure(measure: str, num_samples: int) -> None:
         raise UserError(f"--measure {measure} must be one of {', '.join(allowed)}")
 
 
-def make_scale(runs: Sequence[Run], measure: str, on: str) -> Scale:
-    """`on`: one evaluation set; empty: all that every run was evaluated on, each with the same weight."""
+def make_criterion(runs: Sequence[Run], measure: str, on: str) -> Criterion:
+    """Create a criterion that every run can be scored by.
+
+    `on` names one evaluation set. If it is empty, all sets that every run was evaluated on count
+    with equal weight.
+    """
     shared = [
         name for name in evaluation_sets(runs) if all(run.full_evaluation(name) for run in runs)
     ]
@@ -116,214 +122,205 @@ def make_scale(runs: Sequence[Run], measure: str, on: str) -> Scale:
         )
     if on and on not in shared:
         raise UserError(f"--on {on} must be one of {', '.join(shared)}")
-    scale = Scale(measure, (on,) if on else tuple(shared))
-    if lacking := next((run for run in runs if scale.score(run) is None), None):
-        allowed = ", ".join(_measures_of(lacking, scale.sets))
+    criterion = Criterion(measure, (on,) if on else tuple(shared))
+    if unscored := next((run for run in runs if criterion.score(run) is None), None):
+        allowed = ", ".join(_recorded_measures(unscored, criterion.sets))
         raise UserError(
-            f"--measure {measure} is not in the evaluations of {lacking.folder}; allowed: {allowed}"
+            f"--measure {measure} is not in the evaluations of {unscored.folder}; "
+            f"allowed: {allowed}"
         )
-    return scale
+    return criterion
 
 
-def _measures_of(run: Run, sets: Sequence[str]) -> list[str]:
-    """Those that its evaluation of every set has."""
+def _recorded_measures(run: Run, sets: Sequence[str]) -> list[str]:
+    """List the measures that the full evaluations of all sets have."""
     rows = [row for name in sets if (row := run.full_evaluation(name))]
-    names = [
-        "greedy",
-        "mean",
-        "distinct",
-        *(f"pass@{k}" for k in sorted(map(int, rows[0].get("pass@k", {})))),
-    ]
-    return [name for name in names if all(value(row, name) is not None for row in rows)]
+    ks = sorted(map(int, rows[0].get("pass@k", {})))
+    names = ["greedy", "mean", "distinct", *(f"pass@{k}" for k in ks)]
+    return [name for name in names if all(measure_value(row, name) is not None for row in rows)]
 
 
-def best_point(result: SweepResult, scale: Scale) -> SweptPoint:
-    """The highest mean over seeds."""
-    return max(
-        (point for point in result.points if point.runs), key=lambda point: _mean(scale, point)
-    )
+def best_point(result: SweepResult, criterion: Criterion) -> PointResult:
+    """Return the point with the highest mean over seeds."""
+    points = (point for point in result.points if point.runs)
+    return max(points, key=lambda point: _mean_score(criterion, point))
 
 
-def sweep_sentences(result: SweepResult, scale: Scale, lines: Sequence[Run] = ()) -> list[str]:
-    """Which point is best, from which others it cannot be told apart, and the lines against it."""
-    best = best_point(result, scale)
+def sweep_sentences(
+    result: SweepResult, criterion: Criterion, line_runs: Sequence[Run] = ()
+) -> list[str]:
+    """Name the best point and the points that are not significantly worse.
+
+    `line_runs` are runs of other methods: compare them with the best point.
+    """
+    best = best_point(result, criterion)
     others = [point for point in result.points if point.runs and point is not best]
-    found = measure_text(scale.estimate(best.runs), scale.measure)
+    score = measure_text(criterion.estimate(best.runs), criterion.measure)
     sentences = [
-        f"Best of {len(others) + 1} points by {scale}: {best.label} with {found}, {_seeds(best)}."
+        f"Best of {len(others) + 1} points by {criterion}: {best.label} with {score}, "
+        f"{_num_seeds_text(best)}."
     ]
-    close = [point.label for point in others if not _told_apart(scale, best, point)]
+    close = [point.label for point in others if not _is_better(criterion, best, point)]
     if close:
-        sentences.append(f"The data do not tell it apart from: {'; '.join(close)}.")
+        sentences.append(f"No significant difference from: {'; '.join(close)}.")
     if others:
         sentences.append(
-            "The best of several is flattered by the choice: for its own number, train it with seeds not used here."
+            "The score of the best point is biased upwards because it was selected: "
+            "for an unbiased score, train it with new seeds."
         )
-    most = max(len(point.runs) for point in result.points)
-    if fewer := [point.label for point in result.points if 0 < len(point.runs) < most]:
-        sentences.append(f"With fewer finished seeds than the others' {most}: {'; '.join(fewer)}.")
+    most_seeds = max(len(point.runs) for point in result.points)
+    if fewer := [point.label for point in result.points if 0 < len(point.runs) < most_seeds]:
+        sentences.append(f"Fewer than {most_seeds} finished seeds: {'; '.join(fewer)}.")
     if missing := [point.label for point in result.points if not point.runs]:
-        sentences.append(f"Without a finished run: {'; '.join(missing)}.")
-    return sentences + (summary_sentences([*best.runs, *lines]) if lines else [])
+        sentences.append(f"No finished run: {'; '.join(missing)}.")
+    return sentences + (summary_sentences([*best.runs, *line_runs]) if line_runs else [])
 
 
-def sweep_rows(result: SweepResult, scale: Scale) -> list[dict[str, Any]]:
-    """For programs: everything that the tables show, and the end of training."""
+def sweep_rows(result: SweepResult, criterion: Criterion) -> list[dict[str, Any]]:
+    """Return the rows of `sweep.jsonl`: all numbers of the tables, and the end of training."""
     sets, measures = evaluation_sets(result.runs), shown_measures(result.runs)
-    return [
-        {
-            "knobs": point.knobs,
-            "seeds": [run.seed for run in point.runs],
-            "score": {"of": str(scale)} | _numbers(scale.estimate(point.runs)),
-            "measures": {
-                name: {
-                    one: _numbers(estimate(full_evaluations(point.runs, name), one))
-                    for one in measures
-                }
-                for name in sets
-                if full_evaluations(point.runs, name)
-            },
-            "end_of_training": {
-                key: _numbers(found) for key, found in end_of_training(point.runs).items()
-            },
-        }
-        for point in result.points
-    ]
+    rows = []
+    for point in result.points:
+        evaluations = {name: full_evaluations(point.runs, name) for name in sets}
+        end = end_of_training(point.runs)
+        rows.append(
+            {
+                "knobs": point.knobs,
+                "seeds": [run.seed for run in point.runs],
+                "score": {"of": str(criterion)} | _as_json(criterion.estimate(point.runs)),
+                "measures": {
+                    name: {measure: _as_json(estimate(seeds, measure)) for measure in measures}
+                    for name, seeds in evaluations.items()
+                    if seeds
+                },
+                "end_of_training": {key: _as_json(value) for key, value in end.items()},
+            }
+        )
+    return rows
 
 
 def end_of_training(runs: Sequence[Run]) -> dict[str, Estimate]:
-    """Rewards and entropies of all stages, over the last tenth of the steps of each seed."""
-    keys = {
-        key
-        for run in runs
-        for row in run.metrics[-1:]
-        for key in row
-        if STAGE_METRIC.fullmatch(key)
-    }
-    found = {
-        key: over_seeds([late for run in runs if (late := _late_mean(run, key)) is not None])
-        for key in keys
-    }
-    return {key: one for key in sorted(found) if (one := found[key]) is not None}
+    """Estimate rewards and entropies of all stages over the last tenth of each seed's steps."""
+    last_rows = (row for run in runs for row in run.metrics[-1:])
+    keys = {key for row in last_rows for key in row if STAGE_METRIC.fullmatch(key)}
+    estimates = {}
+    for key in sorted(keys):
+        means = [mean for run in runs if (mean := _mean_of_last_steps(run, key)) is not None]
+        if means_estimate := estimate_over_seeds(means):
+            estimates[key] = means_estimate
+    return estimates
 
 
-def write_tables(result: SweepResult, scale: Scale, lines: Sequence[Run] = ()) -> list[Path]:
-    """`sweep.md` to read, `sweep.jsonl` for programs."""
-    words = "\n".join(f"- {sentence}" for sentence in sweep_sentences(result, scale, lines))
+def write_sweep_tables(
+    result: SweepResult, criterion: Criterion, line_runs: Sequence[Run] = ()
+) -> list[Path]:
+    """Write `sweep.md` for readers and `sweep.jsonl` for programs."""
+    sentences = sweep_sentences(result, criterion, line_runs)
+    summary = "\n".join(f"- {sentence}" for sentence in sentences)
     table = markdown_table(comparison_rows(result.runs))
-    text = f"# {result.name}\n\n{words}\n\n{table}\n## End of training\n\n{_end_table(result)}"
+    text = f"# {result.name}\n\n{summary}\n\n{table}\n## End of training\n\n{_end_table(result)}"
+    lines = "".join(json.dumps(row) + "\n" for row in sweep_rows(result, criterion))
     files = [result.folder / "sweep.md", result.folder / "sweep.jsonl"]
-    files[0].write_text(text, encoding="utf-8")
-    files[1].write_text(
-        "".join(json.dumps(row) + "\n" for row in sweep_rows(result, scale)), encoding="utf-8"
-    )
+    for file, content in zip(files, (text, lines), strict=True):
+        file.write_text(content, encoding="utf-8")
     return files
 
 
-def short(knob: str) -> str:
-    return knob.partition(".")[2]
+def knob_assignments(knobs: dict[str, Any]) -> list[str]:
+    """Return ["temperature=1.2"] for {"algorithm.temperature": 1.2}."""
+    return [f"{knob_name(key)}={knob_text(value)}" for key, value in knobs.items()]
 
 
-def knob_text(found: Any) -> str:
-    return (
-        found
-        if isinstance(found, str)
-        else f"{found:g}"
-        if isinstance(found, float)
-        else json.dumps(found)
-    )
+def knob_name(key: str) -> str:
+    """Return "temperature" for "algorithm.temperature"."""
+    return key.partition(".")[2]
+
+
+def knob_text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value)
+
+
+def knob_sort_key(value: Any) -> tuple[bool, float, str]:
+    """Sort numbers by size, then words."""
+    if isinstance(value, int | float):
+        return False, float(value), ""
+    return True, 0.0, str(value)
 
 
 def _end_table(result: SweepResult) -> str:
-    found = {point.label: end_of_training(point.runs) for point in result.points if point.runs}
-    keys = sorted({key for one in found.values() for key in one})
+    ends = {point.label: end_of_training(point.runs) for point in result.points if point.runs}
+    keys = sorted({key for end in ends.values() for key in end})
     lines = [["point", *keys], ["---", *("---:" for _ in keys)]]
-    lines += [[label, *(_end_text(one.get(key)) for key in keys)] for label, one in found.items()]
-    text = "\n".join(
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
-    )
+    lines += [[label, *(_end_text(end.get(key)) for key in keys)] for label, end in ends.items()]
     return (
-        f"{text}\n\nMeans over the last tenth of the steps; brackets: 95 % t-interval over seeds.\n"
+        f"{markdown_lines(lines)}\n\n"
+        "Means over the last tenth of the steps; brackets: 95 % t-interval over seeds.\n"
     )
 
 
-def _end_text(found: Estimate | None) -> str:
-    if found is None:
+def _end_text(end: Estimate | None) -> str:
+    if end is None:
         return "–"
-    width = (
-        f" [{found.low:.3f}, {found.high:.3f}]"
-        if found.low is not None and found.high is not None
-        else ""
-    )
-    return f"{found.mean:.3f}{width}"
+    if end.low is None or end.high is None:
+        return f"{end.mean:.3f}"
+    return f"{end.mean:.3f} [{end.low:.3f}, {end.high:.3f}]"
 
 
-def _late_mean(run: Run, key: str) -> float | None:
+def _mean_of_last_steps(run: Run, key: str) -> float | None:
     values = list(run.series(key).values())
-    late = values[-max(1, len(values) // 10) :]
-    return sum(late) / len(late) if late else None
+    last = values[-max(1, len(values) // 10) :]
+    return sum(last) / len(last) if last else None
 
 
-def _told_apart(scale: Scale, best: SweptPoint, other: SweptPoint) -> bool:
-    """Paired by seed, as points of one sweep are: the 95 % interval of the difference lies above 0."""
-    own = {run.seed: scale.score(run) or 0.0 for run in best.runs}
+def _is_better(criterion: Criterion, best: PointResult, other: PointResult) -> bool:
+    """Return whether the 95 % interval of the difference, paired by seed, is above 0."""
+    scores = {run.seed: criterion.score(run) or 0.0 for run in best.runs}
     differences = [
-        own[run.seed] - (scale.score(run) or 0.0) for run in other.runs if run.seed in own
+        scores[run.seed] - (criterion.score(run) or 0.0) for run in other.runs if run.seed in scores
     ]
     interval = seed_interval(differences)
     return interval is not None and max(differences) - min(differences) > 1e-12 and interval[0] > 0
 
 
-def _mean(scale: Scale, point: SweptPoint) -> float:
-    found = scale.estimate(point.runs)
-    return found.mean if found else float("-inf")
+def _mean_score(criterion: Criterion, point: PointResult) -> float:
+    score = criterion.estimate(point.runs)
+    return score.mean if score else float("-inf")
 
 
-def _seeds(point: SweptPoint) -> str:
-    return (
-        f"{len(point.runs)} seeds"
-        if len(point.runs) > 1
-        else "one seed, which says nothing of the spread"
-    )
+def _num_seeds_text(point: PointResult) -> str:
+    num_seeds = len(point.runs)
+    return f"{num_seeds} seeds" if num_seeds > 1 else "one seed, so the spread is unknown"
 
 
-def _numbers(found: Estimate | None) -> dict[str, Any]:
-    return dataclasses.asdict(found) if found else {}
+def _as_json(value: Estimate | None) -> dict[str, Any]:
+    return dataclasses.asdict(value) if value else {}
 
 
-def _knobs(file: Path) -> dict[str, Any]:
-    tables = tomllib.loads(file.read_text(encoding="utf-8"))
-    sections = {name: table for name, table in tables.items() if isinstance(table, dict)}
+def _read_knobs(file: Path) -> dict[str, Any]:
+    recipe = tomllib.loads(file.read_text(encoding="utf-8"))
+    sections = {name: table for name, table in recipe.items() if isinstance(table, dict)}
     return {
-        f"{name}.{knob}": found for name, table in sections.items() for knob, found in table.items()
+        f"{name}.{knob}": value for name, table in sections.items() for knob, value in table.items()
     }
 
 
-def _in_base(base: dict[str, Any], knob: str) -> Any:
+def _base_value(base: dict[str, Any], knob: str) -> Any:
     section, _, name = knob.partition(".")
     return base.get(section, {}).get(name)
 
 
 def _finished_runs(folder: Path) -> list[Run]:
-    """A run that failed, or is under way, has no full evaluation after training began."""
-    begun = [seed for seed in sorted(folder.glob("seed-*")) if (seed / "metrics.jsonl").is_file()]
-    runs = [read_run(seed) for seed in begun]
+    """Read the runs with a full evaluation: a run that failed or still trains has none."""
+    folders = sorted(path.parent for path in folder.glob("seed-*/metrics.jsonl"))
+    runs = [read_run(path) for path in folders]
     return [
         run for run in runs if any(run.full_evaluation(name) for name in evaluation_sets([run]))
     ]
 
 
-def _named(point: SweptPoint) -> SweptPoint:
-    return dataclasses.replace(
-        point, runs=[dataclasses.replace(run, name=point.label) for run in point.runs]
-    )
-
-
-def _place(point: SweptPoint) -> list[tuple[bool, float, str]]:
-    """Numbers by size, then words."""
-    return [place(found) for found in point.knobs.values()]
-
-
-def place(found: Any) -> tuple[bool, float, str]:
-    number = isinstance(found, int | float)
-    return (not number, float(found) if number else 0.0, "" if number else str(found))
+def _name_runs(point: PointResult) -> PointResult:
+    """Name the runs by the knobs of their point."""
+    runs = [dataclasses.replace(run, name=point.label) for run in point.runs]
+    return dataclasses.replace(point, runs=runs)

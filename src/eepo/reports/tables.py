@@ -1,4 +1,4 @@
-"""The comparison as a table: on the terminal, in HTML, in Markdown. All three show the same cells."""
+"""Formats the comparison as a table for the terminal, HTML and Markdown, with the same cells."""
 
 from __future__ import annotations
 
@@ -10,33 +10,30 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from eepo.reports.measures import LABELS, START, ComparisonRow, Estimate, comparison_rows
-
-__all__ = ["comparison_rows", "html_table", "markdown_table", "table_caption", "terminal_table"]
+from eepo.reports.measures import LABELS, START, ComparisonRow, Estimate
 
 MISSING = "–"
 
 
 def table_caption(rows: Sequence[ComparisonRow]) -> str:
-    """What the numbers are, and what the brackets are over. Says it plainly when the brackets prove nothing."""
+    """Explain the measures and the brackets, and say so if the brackets are no evidence."""
     trained = [row for row in rows if row.method != START]
     parts = [
-        "greedy: share of problems solved by the most likely completion; mean: share of drawn completions that are "
-        "right; pass@k: chance that k drawn completions hold a right one; distinct correct: different right answers "
-        "found for a problem, on average."
+        "greedy: share of problems solved by greedy decoding; mean: share of sampled completions "
+        "that are correct; pass@k: probability that at least one of k sampled completions is "
+        "correct; distinct correct: mean number of different correct answers per problem."
     ]
     if any(row.num_seeds > 1 for row in trained):
         parts.append(
-            "Brackets: 95 % t-interval of the mean over seeds; with few seeds it may reach past 0 or 100 %."
+            "Brackets: 95 % t-interval of the mean over seeds; with few seeds it can extend below "
+            "0 or above 100 %."
         )
     if any(row.num_seeds == 1 for row in trained):
-        single = (
-            "Brackets"
-            if all(row.num_seeds == 1 for row in trained)
-            else "Brackets of methods with one seed"
-        )
+        all_single = all(row.num_seeds == 1 for row in trained)
+        brackets = "Brackets" if all_single else "Brackets of methods with one seed"
         parts.append(
-            f"{single}: 95 % interval over the problems of ONE seed, which is not evidence about methods."
+            f"{brackets}: 95 % interval over the problems of ONE seed, "
+            "which is not evidence about methods."
         )
     if any(row.method == START for row in rows):
         parts.append("start: the policy before training; its interval is over problems.")
@@ -50,49 +47,52 @@ def headings(rows: Sequence[ComparisonRow]) -> list[str]:
 
 def cells(row: ComparisonRow, measures: Sequence[str]) -> list[str]:
     return [
-        plain(row.set) or MISSING,
+        display_name(row.eval_set) or MISSING,
         row.method,
         MISSING if row.method == START else str(row.num_seeds),
         *(measure_text(row.measures.get(measure), measure) for measure in measures),
-        _number(row.seconds, "{:,.0f}", " s"),
+        _estimate_text(row.seconds, "{:,.0f}", " s"),
         f"{row.num_completions.mean:,.0f}" if row.num_completions else MISSING,
     ]
 
 
-def plain(name: str) -> str:
-    """An evaluation set's name for reading."""
-    return name.replace("_", " ")
+def display_name(eval_set: str) -> str:
+    """Return the name of an evaluation set with spaces."""
+    return eval_set.replace("_", " ")
 
 
-def measure_text(found: Estimate | None, measure: str) -> str:
-    """Shares in percent, distinct answers as a count."""
+def measure_text(estimate: Estimate | None, measure: str) -> str:
+    """Format shares in percent and distinct answers as a count."""
     if measure == "distinct":
-        return _number(found, "{:.2f}", "")
-    return _number(found, "{:.1f}", " %", scale=100)
+        return _estimate_text(estimate, "{:.2f}", "")
+    return _estimate_text(estimate, "{:.1f}", " %", factor=100)
 
 
 def terminal_table(rows: Sequence[ComparisonRow]) -> Group:
-    """One table for each evaluation set, intervals under their numbers, so that 80 columns are enough."""
-    sets = dict.fromkeys(row.set for row in rows)
-    tables = [_set_table(name, [row for row in rows if row.set == name]) for name in sets]
+    """Return one table for each evaluation set.
+
+    Intervals are below their numbers, so that the table fits into 80 columns.
+    """
+    sets = dict.fromkeys(row.eval_set for row in rows)
+    tables = [_set_table(name, [row for row in rows if row.eval_set == name]) for name in sets]
     return Group(*tables, Text(table_caption(rows).replace("Brackets", "Ranges")))
 
 
-def _set_table(name: str, rows: Sequence[ComparisonRow]) -> Table:
-    """`Text` cells, because a method's name is the user's and may hold rich's own markup."""
-    table = Table(title=Text(plain(name)), title_justify="left", box=SIMPLE, pad_edge=False)
+def _set_table(eval_set: str, rows: Sequence[ComparisonRow]) -> Table:
+    """Use `Text` cells: the name of a method may contain rich markup."""
+    title = Text(display_name(eval_set))
+    table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
     measures = _measures(rows)
     table.add_column("method\nseeds", overflow="fold")
     for measure in measures:
-        table.add_column(
-            "distinct\ncorrect" if measure == "distinct" else measure, justify="right", no_wrap=True
-        )
-    table.add_column("time\ndrawn", justify="right")
+        heading = "distinct\ncorrect" if measure == "distinct" else measure
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("time\nsampled", justify="right")
     for row in rows:
         _, method, seeds, *numbers, seconds, completions = cells(row, measures)
         seconds = seconds.partition(" [")[0]
-        found = [_two_lines(*number.rstrip("]").partition(" [")[::2]) for number in numbers]
-        table.add_row(_two_lines(method, seeds), *found, _two_lines(seconds, completions))
+        estimates = [_two_lines(*number.rstrip("]").partition(" [")[::2]) for number in numbers]
+        table.add_row(_two_lines(method, seeds), *estimates, _two_lines(seconds, completions))
     return table
 
 
@@ -107,36 +107,44 @@ def html_table(rows: Sequence[ComparisonRow]) -> str:
         for row in rows
     )
     return (
-        f'<div class="wide"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>\n'
+        f'<div class="wide"><table>\n<thead><tr>{head}</tr></thead>\n'
+        f"<tbody>\n{body}\n</tbody></table></div>\n"
         f'<p class="caption">{escape(table_caption(rows))}</p>'
     )
 
 
 def _html_cell(cell: str) -> str:
-    """The interval under its number, so that the table fits a page."""
-    number, bracket, rest = cell.partition(" [") if cell.endswith("]") else (cell, "", "")
-    below = f'<br><span class="caption">[{escape(rest)}</span>' if bracket else ""
-    return f"<td>{escape(number)}{below}</td>"
+    """Put the interval below its number, so that the table fits a page."""
+    number, bracket, interval = cell.partition(" [") if cell.endswith("]") else (cell, "", "")
+    second_line = f'<br><span class="caption">[{escape(interval)}</span>' if bracket else ""
+    return f"<td>{escape(number)}{second_line}</td>"
 
 
 def markdown_table(rows: Sequence[ComparisonRow]) -> str:
     head = headings(rows)
-    rule = ["---" if heading in ("set", "method") else "---:" for heading in head]
-    lines = [head, rule, *(cells(row, _measures(rows)) for row in rows)]
-    text = "\n".join(
+    alignments = ["---" if heading in ("set", "method") else "---:" for heading in head]
+    lines = [head, alignments, *(cells(row, _measures(rows)) for row in rows)]
+    return f"{markdown_lines(lines)}\n\n{table_caption(rows)}\n"
+
+
+def markdown_lines(lines: Sequence[Sequence[str]]) -> str:
+    """Join cells to a Markdown table, and escape |."""
+    return "\n".join(
         "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
     )
-    return f"{text}\n\n{table_caption(rows)}\n"
 
 
 def _measures(rows: Sequence[ComparisonRow]) -> list[str]:
     return list(rows[0].measures) if rows else []
 
 
-def _number(found: Estimate | None, form: str, unit: str, scale: float = 1) -> str:
-    if found is None:
+def _estimate_text(
+    estimate: Estimate | None, number_format: str, unit: str, factor: float = 1
+) -> str:
+    if estimate is None:
         return MISSING
-    text = form.format(found.mean * scale) + unit
-    if found.low is None or found.high is None:
+    text = number_format.format(estimate.mean * factor) + unit
+    if estimate.low is None or estimate.high is None:
         return text
-    return f"{text} [{form.format(found.low * scale)}, {form.format(found.high * scale)}]"
+    low, high = (number_format.format(end * factor) for end in (estimate.low, estimate.high))
+    return f"{text} [{low}, {high}]"

@@ -1,8 +1,10 @@
-"""The report of runs, live: a page on this machine's own address that follows the folders as steps arrive.
+"""Serves a live report: a local page that follows run folders as steps arrive.
 
-It reads folders and nothing else, so runs may stop, go back to a checkpoint, or begin after it. Nothing that a browser
-sends is used but the path, which is one of three; there is no folder to list and nothing to change. What a web page of
-someone else could do is to send a browser here under another name: the Host header is checked for that.
+It only reads folders, so runs may start later, stop, or go back to a checkpoint.
+
+Security: the server listens on the loopback address. It uses nothing from a request but the path,
+which must be one of three; it lists no folder and changes nothing. A foreign web page could make a
+browser send requests here under another host name (DNS rebinding), so the Host header is checked.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import threading
 import time
 import tomllib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,33 +27,34 @@ from pathlib import Path
 from typing import Any
 
 from eepo.reports import run_folders, write_report
-from eepo.runs.alarm import standing
+from eepo.runs.alarm import active_alarms
 from eepo.runs.jsonl import read_records
 from eepo.runs.runlog import ALARMS, COMPLETIONS, EVALUATIONS, METRICS
 from eepo.types import UserError
 
 ADDRESS = "127.0.0.1"
-OURS = re.compile(
-    r"(localhost|127\.0\.0\.1)(:\d{1,5})?"
-)  # any port: through ssh -L it is another one
-FILES = ("recipe.toml", METRICS, EVALUATIONS, COMPLETIONS, ALARMS)
-REST = 4  # seconds of rest for one of drawing: the run beside it needs the processor
-LONG = 60.0  # seconds without a step, beyond five steps' time, until a run is said to stand still
+# Any port: `ssh -L` may use another one.
+LOCAL_HOST = re.compile(r"(localhost|127\.0\.0\.1)(:\d{1,5})?")
+REQUIRED_FILES = ("recipe.toml", METRICS)
+RUN_FILES = (*REQUIRED_FILES, EVALUATIONS, COMPLETIONS, ALARMS)
+PAUSE_RATIO = 4  # seconds of pause after each second of drawing: training needs the CPU
+STALL_SECONDS = 60.0  # without a new step, in addition to the time of five steps
 
 SCRIPT = """
 "use strict";
-const line = document.getElementById("line"), alarms = document.getElementById("alarms");
+const statusLine = document.getElementById("line"), alarms = document.getElementById("alarms");
 let frame = null, version = null, loading = false;
 
-function busy(page) {
-  const used = page.document.activeElement;
-  return (used && /^(INPUT|SELECT)$/.test(used.tagName)) || page.getSelection().toString() !== "";
+function isInUse(page) {
+  const active = page.document.activeElement;
+  const hasFocus = active && /^(INPUT|SELECT)$/.test(active.tagName);
+  return hasFocus || page.getSelection().toString() !== "";
 }
 
-function swap(next) {
+function replaceFrame(next) {
   if (frame) {
-    const before = [...frame.contentDocument.querySelectorAll("details[open] > summary")];
-    const opened = new Set(before.map(summary => summary.textContent));
+    const summaries = [...frame.contentDocument.querySelectorAll("details[open] > summary")];
+    const opened = new Set(summaries.map(summary => summary.textContent));
     for (const summary of next.contentDocument.querySelectorAll("details > summary"))
       if (opened.has(summary.textContent)) summary.parentNode.open = true;
     next.contentWindow.scrollTo(0, frame.contentWindow.scrollY);
@@ -62,61 +65,69 @@ function swap(next) {
   document.title = frame.contentDocument.title + " (live)";
 }
 
-function load(wanted) {
+function loadReport(newVersion) {
   const next = document.createElement("iframe");
   next.title = "report";
   next.className = "next";
   next.src = "/report" + (frame ? frame.contentWindow.location.hash : location.hash);
   next.onload = () => {
     loading = false;
-    if (!next.contentDocument) return next.remove(); // the server went away in between
-    version = wanted;
-    swap(next);
+    if (!next.contentDocument) return next.remove(); // the server has stopped
+    version = newVersion;
+    replaceFrame(next);
   };
   loading = true;
   document.body.append(next);
 }
 
-async function look() {
+async function poll() {
   try {
     const status = await (await fetch("/status", { cache: "no-store" })).json();
-    const later = frame && status.version !== version && busy(frame.contentWindow);
-    line.textContent = status.line + (later ? " \\u00b7 new steps wait while a filter or a selection is in use" : "");
+    const isNew = status.version !== version;
+    const isPaused = isNew && frame && isInUse(frame.contentWindow);
+    const note = " \\u00b7 update paused while a filter or a selection is in use";
+    statusLine.textContent = status.line + (isPaused ? note : "");
     alarms.textContent = status.alarms.join(" \\u00b7 ");
-    if (status.version !== version && !loading && !later) load(status.version);
+    if (isNew && !loading && !isPaused) loadReport(status.version);
   } catch (error) {
-    line.textContent = "eepo watch has ended; this is the last it saw";
+    statusLine.textContent = "eepo watch has stopped; this is the last report";
   }
-  setTimeout(look, 1000 * Number(document.body.dataset.interval));
+  setTimeout(poll, 1000 * Number(document.body.dataset.interval));
 }
-look();
+poll();
 """
 
 CSS = """
 :root { color-scheme: light dark; }
-html, body { height: 100%; margin: 0; } body { display: flex; flex-direction: column; position: relative; }
-header { padding: .4rem 1rem; border-bottom: 1px solid #8888; font: 14px/1.5 system-ui, sans-serif; }
+html, body { height: 100%; margin: 0; }
+body { display: flex; flex-direction: column; position: relative; }
+header { padding: .4rem 1rem; border-bottom: 1px solid #8888;
+  font: 14px/1.5 system-ui, sans-serif; }
 #alarms { color: #d55e00; font-weight: 600; } iframe { flex: 1; width: 100%; border: 0; }
 iframe.next { position: absolute; visibility: hidden; inset: 0; height: 100%; }
 """
 
 
 def content_policy() -> str:
-    """For the outer page: its one script by hash, and nothing from elsewhere."""
+    """Return the policy of the outer page: its script is allowed by hash, and nothing external."""
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode("utf-8")).digest()).decode("ascii")
     return (
-        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; connect-src 'self'; "
-        "frame-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
+        "connect-src 'self'; frame-src 'self'; frame-ancestors 'none'; base-uri 'none'; "
+        "form-action 'none'"
     )
 
 
 def outer_page(interval: float) -> str:
-    """A line on how far the runs are, and the report below it, in a frame that is changed for a newer one."""
+    """Return a page with a status line and a frame, which its script fills with the report."""
     return f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <title>eepo watch</title><style>{CSS}</style></head>
-<body data-interval="{interval:g}"><header><span id="line" role="status">…</span> <span id="alarms" role="alert"></span>
-<noscript>Without scripts nothing here is live: <a href="/report">the report as it is now</a>.</noscript></header>
+<body data-interval="{interval:g}">
+<header><span id="line" role="status">…</span> <span id="alarms" role="alert"></span>
+<noscript>Live updates need scripts. <a href="/report">The report as it is now</a>.</noscript>
+</header>
 <script>{SCRIPT}</script></body></html>
 """
 
@@ -125,205 +136,215 @@ def waiting_page(reason: str) -> str:
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>waiting</title>
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<style>:root {{ color-scheme: light dark; }} body {{ font: 16px/1.5 system-ui, sans-serif; padding: 1rem; }}</style>
+<style>:root {{ color-scheme: light dark; }}
+body {{ font: 16px/1.5 system-ui, sans-serif; padding: 1rem; }}</style>
 </head><body><h1>Waiting</h1><p>{escape(reason)}</p></body></html>
 """
 
 
-class Watched:
-    """The folders, and their report as last drawn: again only when files have changed and someone looks."""
+class LiveReport:
+    """Keeps the report of some folders, and draws it again on request after files changed."""
 
-    def __init__(self, folders: Sequence[Path], clock: Any = time.time) -> None:
+    def __init__(self, folders: Sequence[Path], clock: Callable[[], float] = time.time) -> None:
         for folder in folders:
             if folder.exists() and not folder.is_dir():
-                raise UserError(f"{folder}: is a file; give the folder of a run")
+                raise UserError(f"{folder} is a file; give the folder of a run")
         self.folders, self.clock = list(folders), clock
-        self._lock = threading.Lock()  # one drawing at a time, however many windows are open
-        self._version, self._page, self._rests_until = "", b"", 0.0
-        self._places: dict[Path, tuple[Any, Place]] = {}
+        self._lock = threading.Lock()  # draws once, however many windows are open
+        self._version, self._page, self._paused_until = "", b"", 0.0
+        self._statuses: dict[Path, tuple[FileStamps, RunStatus]] = {}
 
     def run_folders(self) -> list[Path]:
-        """Runs; and of a comparison's or a sweep's folder the runs that it has begun."""
-        return [found for folder in self.folders for found in run_folders(folder)]
+        """Return the runs, and the runs inside folders of comparisons and sweeps."""
+        return [run for folder in self.folders for run in run_folders(folder)]
 
     def version(self) -> str:
-        """Changes when a file does, but not faster than the report may be drawn."""
-        return (
-            self._version if self._version and self.clock() < self._rests_until else self._newest()
-        )
+        """Return a hash that changes with the files, but not while drawing is paused."""
+        is_paused = self._version and self.clock() < self._paused_until
+        return self._version if is_paused else self._current_version()
 
     def page(self) -> bytes:
         with self._lock:
-            newest = self._newest()
-            if newest != self._version and (not self._version or self.clock() >= self._rests_until):
-                started = self.clock()
-                self._page, self._version = self._draw().encode("utf-8", errors="replace"), newest
-                self._rests_until = self.clock() + REST * (self.clock() - started)
+            version, started = self._current_version(), self.clock()
+            is_paused = self._version and started < self._paused_until
+            if version != self._version and not is_paused:
+                self._page = self._draw().encode("utf-8", errors="replace")
+                self._version = version
+                finished = self.clock()
+                self._paused_until = finished + PAUSE_RATIO * (finished - started)
             return self._page
 
     def status(self) -> dict[str, Any]:
-        """What the page asks for every few seconds."""
-        places = {folder: self._place(folder) for folder in self.run_folders()}
-        named = len(places) > 1
-        lines = [
-            f"{_label(folder)}: " * named + place.line(self.clock())
-            for folder, place in places.items()
-        ]
-        alarms = [
-            f"{_label(folder)}: " * named + one
-            for folder, place in places.items()
-            for one in place.alarms
-        ]
+        """Return what the page polls every few seconds."""
+        statuses = {folder: self._run_status(folder) for folder in self.run_folders()}
+        lines, alarms = [], []
+        for folder, status in statuses.items():
+            prefix = f"{_run_label(folder)}: " if len(statuses) > 1 else ""
+            lines.append(prefix + status.line(self.clock()))
+            alarms += [prefix + alarm for alarm in status.alarms]
         return {"version": self.version(), "line": " · ".join(lines), "alarms": alarms}
 
-    def _newest(self) -> str:
-        facts = [_fact(folder / name) for folder in self.run_folders() for name in FILES]
-        return hashlib.sha256(repr(facts).encode("utf-8", errors="surrogateescape")).hexdigest()[
-            :16
-        ]
+    def _current_version(self) -> str:
+        stamps = [_file_stamps(folder) for folder in self.run_folders()]
+        text = repr(stamps).encode("utf-8", errors="surrogateescape")
+        return hashlib.sha256(text).hexdigest()[:16]
 
     def _draw(self) -> str:
-        """Whatever a folder holds at this moment: a run may be stopping, or going back to its checkpoint."""
+        """Draw a report in any state of the folders: a run may be stopping or going back."""
         ready = [
             folder
             for folder in self.run_folders()
-            if all((folder / name).is_file() for name in FILES[:2])
+            if all((folder / name).is_file() for name in REQUIRED_FILES)
         ]
         if not ready:
-            return waiting_page(
-                f"{', '.join(map(str, self.folders))}: no step has been finished yet."
-            )
+            return waiting_page(f"{', '.join(map(str, self.folders))}: no step is finished yet.")
         try:
-            with tempfile.TemporaryDirectory() as aside:
-                return write_report(ready, Path(aside) / "report.html").read_text(encoding="utf-8")
+            with tempfile.TemporaryDirectory() as folder:
+                page = write_report(ready, Path(folder) / "report.html")
+                return page.read_text(encoding="utf-8")
         except (UserError, OSError) as error:
             return waiting_page(f"The report cannot be drawn now: {error}")
 
-    def _place(self, folder: Path) -> Place:
-        """Read again only when its files changed."""
-        facts = tuple(_fact(folder / name) for name in FILES)
-        if folder not in self._places or self._places[folder][0] != facts:
-            self._places[folder] = facts, read_place(folder)
-        return self._places[folder][1]
+    def _run_status(self, folder: Path) -> RunStatus:
+        """Read the folder again only if its files changed."""
+        stamps = _file_stamps(folder)
+        if folder not in self._statuses or self._statuses[folder][0] != stamps:
+            self._statuses[folder] = stamps, read_run_status(folder)
+        return self._statuses[folder][1]
 
 
 @dataclass(frozen=True)
-class Place:
-    """How far a run is."""
+class RunStatus:
+    """Describes how far a run is."""
 
-    step: int = 0  # 0: none is finished yet
+    step: int = 0  # 0 if no step is finished
     num_steps: int = 0
-    seconds: float = 0.0  # that a step takes, lately
-    written: float = 0.0  # when the last one was, on the clock of the files
+    step_seconds: float = 0.0  # mean of the last steps
+    modified: float = 0.0  # when the metrics were last written
     finished: bool = False
     alarms: tuple[str, ...] = ()  # that are on
 
     def line(self, now: float) -> str:
         if not self.step:
-            return "no step yet"
+            return "no step finished yet"
         line = f"step {self.step} of {self.num_steps}"
         if self.finished:
             return f"{line}, finished"
-        age = max(0.0, now - self.written)
-        return f"{line}, {_ago(age)} ago{': no new step for a while' if age > LONG + 5 * self.seconds else ''}"
+        age = max(0.0, now - self.modified)
+        stalled = age > STALL_SECONDS + 5 * self.step_seconds
+        return f"{line}, {_duration(age)} ago{' (no new step for a while)' * stalled}"
 
 
-def read_place(folder: Path) -> Place:
-    """Of a folder in any state; one that is damaged is told of by the report."""
+def read_run_status(folder: Path) -> RunStatus:
+    """Read a folder in any state. The report, not the status, says if a file is damaged."""
     try:
         recipe = tomllib.loads((folder / "recipe.toml").read_text(encoding="utf-8"))
         rows = deque(read_records(folder / METRICS), maxlen=5)
-        evaluations = (
-            list(read_records(folder / EVALUATIONS)) if (folder / EVALUATIONS).exists() else []
-        )
-        alarms = standing(read_records(folder / ALARMS)) if (folder / ALARMS).exists() else {}
-        written = (folder / METRICS).stat().st_mtime
-    except (OSError, ValueError):
-        return Place()
+        evaluations = _read_optional(folder / EVALUATIONS)
+        alarms = active_alarms(_read_optional(folder / ALARMS))
+        modified = (folder / METRICS).stat().st_mtime
+    except (OSError, ValueError, UserError):
+        return RunStatus()
     if not rows:
-        return Place()
+        return RunStatus()
     step = rows[-1]["step"]
-    return Place(
+    return RunStatus(
         step,
         recipe.get("training", {}).get("num_steps", 0),
         sum(row.get("seconds/total", 0.0) for row in rows) / len(rows),
-        written,
+        modified,
         any(row["kind"] == "full" and row["step"] == step for row in evaluations),
-        tuple(f"alarm: {name}, said at step {row['step']}" for name, row in alarms.items()),
+        tuple(f"alarm: {name}, reported at step {row['step']}" for name, row in alarms.items()),
     )
 
 
-def _label(folder: Path) -> str:
-    """A comparison's runs are method/seed-N."""
+def _read_optional(path: Path) -> list[dict[str, Any]]:
+    return list(read_records(path)) if path.exists() else []
+
+
+def _run_label(folder: Path) -> str:
+    """Return METHOD/seed-N for a run of a comparison."""
     return f"{folder.parent.name}/{folder.name}" if folder.name.startswith("seed-") else folder.name
 
 
-def _ago(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
 
 
-def _fact(path: Path) -> tuple[str, int, int] | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return str(path), found.st_mtime_ns, found.st_size
+FileStamps = tuple[tuple[str, int, int] | None, ...]
+
+
+def _file_stamps(folder: Path) -> FileStamps:
+    """Return name, time and size of each file of a run; None for a missing file."""
+    stamps: list[tuple[str, int, int] | None] = []
+    for name in RUN_FILES:
+        try:
+            stat = (folder / name).stat()
+        except OSError:
+            stamps.append(None)
+        else:
+            stamps.append((str(folder / name), stat.st_mtime_ns, stat.st_size))
+    return tuple(stamps)
 
 
 class Handler(BaseHTTPRequestHandler):
-    """GET /, /report and /status, for a browser that asked for this machine by name. All else is refused."""
+    """Answers GET /, /report and /status for a local host name, and refuses everything else."""
 
     server: WatchServer
     server_version, sys_version, timeout = "eepo", "", 30
 
     def do_GET(self) -> None:
-        if not OURS.fullmatch(self.headers.get("Host", "")):
-            self._send(403, "text/plain", b"only as localhost\n")
+        if not LOCAL_HOST.fullmatch(self.headers.get("Host", "")):
+            self._send(403, "text/plain", b"the host must be localhost or 127.0.0.1\n")
         elif self.path == "/":
-            self._send(
-                200, "text/html", outer_page(self.server.interval).encode("utf-8"), content_policy()
-            )
+            page = outer_page(self.server.interval).encode("utf-8")
+            self._send(200, "text/html", page, content_policy())
         elif self.path == "/report":
-            self._send(200, "text/html", self.server.watched.page(), "frame-ancestors 'self'")
+            self._send(200, "text/html", self.server.report.page(), "frame-ancestors 'self'")
         elif self.path == "/status":
-            self._send(
-                200, "application/json", json.dumps(self.server.watched.status()).encode("utf-8")
-            )
+            status = json.dumps(self.server.report.status()).encode("utf-8")
+            self._send(200, "application/json", status)
         else:
-            self._send(404, "text/plain", b"nothing here\n")
+            self._send(404, "text/plain", b"not found\n")
 
-    def _send(self, code: int, kind: str, body: bytes, policy: str = "default-src 'none'") -> None:
-        """The report's own policy stands in its head; one header more cannot loosen it."""
-        self.send_response(code)
-        for name, value in {
-            "Content-Type": f"{kind}; charset=utf-8",
+    def _send(
+        self, code: int, content_type: str, body: bytes, policy: str = "default-src 'none'"
+    ) -> None:
+        """Send a response. The report has another policy in its head; headers only add to it."""
+        headers = {
+            "Content-Type": f"{content_type}; charset=utf-8",
             "Content-Length": str(len(body)),
             "Content-Security-Policy": policy,
             "Cache-Control": "no-store",
             "X-Content-Type-Options": "nosniff",
             "Cross-Origin-Resource-Policy": "same-origin",
             "Referrer-Policy": "no-referrer",
-        }.items():
+        }
+        self.send_response(code)
+        for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, *words: Any) -> None:
-        """Nothing: the terminal is the user's."""
+    def log_message(self, *arguments: Any) -> None:
+        """Log nothing: the terminal is the user's."""
 
 
 class WatchServer(ThreadingHTTPServer):
+    """Serves a live report on the loopback address."""
+
     daemon_threads = True
 
-    def __init__(self, watched: Watched, port: int, interval: float) -> None:
-        self.watched, self.interval = watched, interval
+    def __init__(self, report: LiveReport, port: int, interval: float) -> None:
+        self.report, self.interval = report, interval
         try:
             super().__init__((ADDRESS, port), Handler)
         except OSError as error:
             raise UserError(
-                f"--port {port} cannot be used: {error.strerror}; give another, or 0 for any"
+                f"--port {port} cannot be used: {error.strerror}; "
+                "choose another port, or 0 for any free one"
             ) from error
 
     @property
@@ -331,6 +352,6 @@ class WatchServer(ThreadingHTTPServer):
         return f"http://{ADDRESS}:{self.server_address[1]}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that went away in the middle is no news; anything else is a bug, and shows."""
+        """Ignore closed connections; print every other error, because it is a bug."""
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
