@@ -1,4 +1,4 @@
-"""The command line, as a user meets it: help that helps, one line for a mistake, and whole commands end to end."""
+"""Tests of the command line: help, errors, and whole commands."""
 
 from __future__ import annotations
 
@@ -17,13 +17,36 @@ from eepo.runs.jsonl import read_records
 from eepo.runs.runlog import EVALUATIONS, METRICS
 
 TINY = (
-    "training.num_steps=1", "training.prompts_per_step=2", "training.prompts_per_mini_batch=2",
-    "algorithm.group_size=4", "algorithm.max_new_tokens=12", "task.num_evaluation=2", "evaluation.num_samples=2",
+    "training.num_steps=1",
+    "training.prompts_per_step=2",
+    "training.prompts_per_mini_batch=2",
+    "algorithm.group_size=4",
+    "algorithm.max_new_tokens=12",
+    "task.num_evaluation=2",
+    "evaluation.num_samples=2",
     "evaluation.every=0",
-)  # fmt: skip
-COMMANDS = (
-    "demo", "warmup", "train", "compare", "report", "grade", "eval", "table", "doctor", "sweep", "hyper", "watch",
-)  # fmt: skip
+)
+COMMANDS = {
+    "demo": ["--out", "--seeds", "--set"],
+    "warmup": ["RECIPE", "--out", "--set", "--resume"],
+    "train": ["RECIPE", "--out", "--set", "--resume"],
+    "compare": ["RECIPES", "--out", "--seeds", "--set", "--equal-time"],
+    "sweep": [
+        *("RECIPE", "--grid", "--out", "--seeds", "--set"),
+        *("--jobs", "--measure", "--on", "--line"),
+    ],
+    "hyper": ["SWEEPS", "--out", "--measure", "--on", "--line"],
+    "report": ["RUNS", "--out"],
+    "grade": ["FILE", "--out", "--reward", "--workers"],
+    "eval": [
+        *("MODEL", "--benchmarks", "--data-dir", "--out", "--samples", "--temperature", "--seed"),
+        *("--max-new-tokens", "--max-prompt-tokens", "--limit", "--template", "--reward"),
+        *("--max-rows", "--device", "--revision", "--trust-remote-code"),
+    ],
+    "table": ["FOLDER", "--out"],
+    "doctor": ["RECIPE", "--set", "--samples", "--device"],
+    "watch": ["RUNS", "--port", "--interval"],
+}
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -35,7 +58,7 @@ def settings(*overrides: str) -> list[str]:
 
 @pytest.fixture
 def eepo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """`eepo(*arguments)`: the installed command's own function, in this process."""
+    """Return a function that runs the `eepo` command in this process."""
 
     def call(*arguments: object) -> SimpleNamespace:
         monkeypatch.setattr(sys, "argv", ["eepo", *map(str, arguments)])
@@ -51,7 +74,7 @@ def eepo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     return call
 
 
-# --- help -------------------------------------------------------------------------------------------------------------
+# --- help ---
 
 
 def help_of(*arguments: str) -> str:
@@ -62,39 +85,21 @@ def help_of(*arguments: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", result.output)
 
 
-def test_help_names_every_command() -> None:
+def test_help_lists_every_command() -> None:
     text = help_of()
     assert all(re.search(rf"\b{command}\b", text) for command in COMMANDS)
 
 
-@pytest.mark.parametrize(
-    ("command", "arguments"),
-    [
-        ("demo", ["--out", "--seeds", "--set"]),
-        ("warmup", ["RECIPE", "--out", "--set", "--resume"]),
-        ("train", ["RECIPE", "--out", "--set", "--resume"]),
-        ("compare", ["RECIPES", "--out", "--seeds", "--set", "--equal-time"]),
-        (
-            "sweep",
-            ["RECIPE", "--grid", "--out", "--seeds", "--set", "--jobs", "--measure", "--line"],
-        ),
-        ("hyper", ["SWEEPS", "--out", "--measure", "--line"]),
-        ("report", ["RUNS", "--out"]),
-        ("grade", ["FILE", "--out", "--reward", "--workers"]),
-        ("eval", ["MODEL", "--benchmarks", "--data-dir", "--samples", "--temperature", "--out"]),
-        ("table", ["FOLDER", "--out"]),
-        ("doctor", ["RECIPE", "--set", "--samples"]),
-        ("watch", ["RUNS", "--port", "--interval"]),
-    ],
-)
-def test_help_of_a_command_names_its_arguments(command: str, arguments: list[str]) -> None:
+@pytest.mark.parametrize(("command", "arguments"), COMMANDS.items(), ids=COMMANDS)
+def test_help_of_a_command_lists_its_arguments(command: str, arguments: list[str]) -> None:
     text = help_of(command)
     assert [argument for argument in arguments if argument.lower() not in text.lower()] == []
 
 
-def test_help_does_not_wait_for_torch() -> None:
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_help_does_not_import_torch(command: str) -> None:
     code = (
-        "import sys; sys.argv = ['eepo', 'train', '--help']\n"
+        f"import sys; sys.argv = ['eepo', '{command}', '--help']\n"
         "from eepo.cli import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
@@ -106,28 +111,28 @@ def test_help_does_not_wait_for_torch() -> None:
     assert ran.stdout.splitlines()[-1] == "QUICK"
 
 
-def test_the_version_is_that_of_the_package(eepo) -> None:
+def test_version_is_that_of_the_package(eepo) -> None:
     result = eepo("--version")
     assert (result.code, result.out) == (0, f"eepo {__version__}\n")
-    assert "that explores" in help_of(), "the option must not take the place of what eepo is"
+    assert "RLVR trainer" in help_of(), "the option must not replace the description of eepo"
 
 
-# --- mistakes ---------------------------------------------------------------------------------------------------------
+# --- user errors ---
 
 
-def bad_recipe(folder: Path) -> list[object]:
+def recipe_with_unknown_knob(folder: Path) -> list[object]:
     (folder / "bad.toml").write_text("[training]\nsead = 1\n")
     return ["train", folder / "bad.toml", "--out", folder / "run"]
 
 
-def held_folder(folder: Path) -> list[object]:
+def folder_with_a_run(folder: Path) -> list[object]:
     (folder / "run").mkdir()
     (folder / "run" / "recipe.toml").write_text(recipe.dump(recipe.load_run("countdown/eepo")))
     return ["train", "countdown/eepo", "--out", folder / "run"]
 
 
 def changed_knob(folder: Path) -> list[object]:
-    return [*held_folder(folder), "--resume", *settings("training.seed=9")]
+    return [*folder_with_a_run(folder), "--resume", *settings("training.seed=9")]
 
 
 def file_as_folder(folder: Path) -> list[object]:
@@ -149,7 +154,7 @@ def train(folder: Path, *overrides: str) -> list[object]:
     return ["train", "countdown/eepo", "--out", folder / "run", *settings(*overrides)]
 
 
-MISTAKES = {
+USER_ERRORS = {
     "unknown recipe": (
         lambda f: ["train", "countdown/nothing", "--out", f / "run"],
         ["countdown/nothing"],
@@ -160,7 +165,7 @@ MISTAKES = {
         lambda f: ["warmup", "countdown/eepo", "--out", f / "run"],
         ["eepo train"],
     ),
-    "unknown knob in a recipe": (bad_recipe, ["bad.toml", "training.sead", "seed"]),
+    "unknown knob in a recipe": (recipe_with_unknown_knob, ["bad.toml", "training.sead", "seed"]),
     "unknown knob": (lambda f: train(f, "training.sead=1"), ["training.sead", "seed"]),
     "no value": (lambda f: train(f, "training.seed"), ["training.seed", "section.key=value"]),
     "odd group": (
@@ -191,7 +196,7 @@ MISTAKES = {
         lambda f: train(f, "task.template={numbers} {goal}", *TINY),
         ["task.template", "goal"],
     ),
-    "folder in use": (held_folder, ["--resume"]),
+    "folder in use": (folder_with_a_run, ["--resume"]),
     "folder below a file": (below_a_file, ["--out"]),
     "file as a folder": (file_as_folder, ["--out"]),
     "other knob on resume": (changed_knob, ["training.seed", "9"]),
@@ -212,8 +217,8 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize(("arguments", "fragments"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_one_line_on_stderr_and_code_2(
+@pytest.mark.parametrize(("arguments", "fragments"), USER_ERRORS.values(), ids=USER_ERRORS)
+def test_a_user_error_is_one_line_on_stderr_and_exit_code_2(
     arguments, fragments: list[str], tmp_path: Path, eepo
 ) -> None:
     result = eepo(*arguments(tmp_path))
@@ -225,7 +230,7 @@ def test_a_mistake_is_one_line_on_stderr_and_code_2(
         assert fragment in result.err
 
 
-def test_a_mistake_is_one_line_in_a_process_of_its_own(tmp_path: Path) -> None:
+def test_a_user_error_is_one_line_in_a_separate_process(tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "eepo", *map(str, train(tmp_path, "model.path=builtin:chess"))],
         capture_output=True,
@@ -241,14 +246,14 @@ def test_a_mistake_is_one_line_in_a_process_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments", [["train"], ["train", "countdown/eepo"], ["dance"], ["demo", "--seeds", "0"]]
 )
-def test_wrong_usage_ends_with_code_2_and_without_a_traceback(arguments: list[str], eepo) -> None:
+def test_wrong_usage_has_exit_code_2_and_no_traceback(arguments: list[str], eepo) -> None:
     result = eepo(*arguments)
     assert result.code == 2
     assert "Traceback" not in result.out + result.err
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Only what the user can mend becomes one line."""
+    """Only user errors become one line."""
 
     def bug(*args: object) -> None:
         raise ZeroDivisionError
@@ -259,7 +264,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         cli.main()
 
 
-# --- whole commands ---------------------------------------------------------------------------------------------------
+# --- whole commands ---
 
 
 def test_train_then_resume_then_report(
@@ -281,8 +286,8 @@ def test_train_then_resume_then_report(
     assert "eepo" in page
 
 
-def test_resuming_a_run_that_is_not_there_says_that_it_starts(tmp_path: Path, eepo) -> None:
-    """Scripts always give --resume; but a misspelt --out must not start a second run in silence."""
+def test_resume_without_a_run_prints_that_it_starts_at_step_1(tmp_path: Path, eepo) -> None:
+    """Scripts may always give --resume. The line helps if --out is misspelt."""
     run, overrides = tmp_path / "run", settings(*TINY)
     words = ("train", "countdown/eepo", "--out", run, "--resume", *overrides)
     first, again = eepo(*words), eepo(*words)
@@ -291,7 +296,7 @@ def test_resuming_a_run_that_is_not_there_says_that_it_starts(tmp_path: Path, ee
     assert "starts at step 1" not in again.out
 
 
-def test_warmup_ends_with_weights(tmp_path: Path, eepo) -> None:
+def test_warmup_writes_weights(tmp_path: Path, eepo) -> None:
     tiny = (
         "supervised.num_steps=2",
         "supervised.batch_size=4",
@@ -309,11 +314,8 @@ def test_warmup_ends_with_weights(tmp_path: Path, eepo) -> None:
 
 
 def test_compare_prints_a_table_and_writes_a_report(tmp_path: Path, eepo) -> None:
-    out = (
-        tmp_path
-        / "a folder deep enough that its path is longer than a line of eighty characters"
-        / "out"
-    )
+    # The path is longer than a line of 80 characters.
+    out = tmp_path / ("a folder with a very long name " * 3).strip() / "out"
     names = ["countdown/grpo", "countdown/eepo"]
     result = eepo("compare", *names, "--out", out, "--seeds", 2, *settings(*TINY))
     assert result.code == 0, result.err
@@ -324,9 +326,8 @@ def test_compare_prints_a_table_and_writes_a_report(tmp_path: Path, eepo) -> Non
     assert "eepo" in page
     assert "grpo" in result.out
     assert "eepo" in result.out
-    assert str(out / "report.html") in result.out.splitlines()[-1], (
-        "the path must stay on one line, to be copied"
-    )
+    # The path must stay on one line, so that it can be copied.
+    assert str(out / "report.html") in result.out.splitlines()[-1]
 
     for given in (folders, [out]):
         again = eepo("report", *given, "--out", tmp_path / "new" / "again.html")
@@ -334,7 +335,7 @@ def test_compare_prints_a_table_and_writes_a_report(tmp_path: Path, eepo) -> Non
         assert (tmp_path / "new" / "again.html").read_text(encoding="utf-8") == page
 
 
-def test_the_demo_prints_a_table_and_the_path_of_its_report(tmp_path: Path, eepo) -> None:
+def test_demo_prints_a_table_and_the_path_of_its_report(tmp_path: Path, eepo) -> None:
     overrides = settings(
         "training.num_steps=2", "task.num_evaluation=8", "evaluation.num_samples=4"
     )
@@ -361,18 +362,11 @@ def test_a_finished_demo_can_be_run_again(tmp_path: Path, eepo) -> None:
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_advice_after_an_interrupted_comparison_is_a_command_that_exists(tmp_path: Path) -> None:
-    """`compare` and `demo` have no --resume: they take up what is there when called again."""
+def test_a_stopped_comparison_advises_to_repeat_the_command(tmp_path: Path) -> None:
+    """`compare` and `demo` have no --resume: the same command continues."""
+    words = [sys.executable, "-m", "eepo", "demo", "--out", str(tmp_path / "demo")]
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "eepo",
-            "demo",
-            "--out",
-            str(tmp_path / "demo"),
-            *settings(*TINY[1:]),
-        ],
+        [*words, *settings(*TINY[1:])],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -396,5 +390,5 @@ def test_advice_after_an_interrupted_comparison_is_a_command_that_exists(tmp_pat
     assert process.returncode == 2
     assert len(errors.splitlines()) == 1
     assert "stopped after step" in errors
-    assert "with 0 of 2 runs finished; the same command goes on" in errors
+    assert "with 0 of 2 runs finished; the same command continues" in errors
     assert "--resume" not in errors

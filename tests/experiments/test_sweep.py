@@ -1,4 +1,4 @@
-"""A grid over a recipe: mistakes before anything starts, runs in processes, nothing lost by a failure or a stop."""
+"""Tests of sweeps: early errors, runs in processes, failures, stops and continuation."""
 
 from __future__ import annotations
 
@@ -32,11 +32,17 @@ from eepo.runs.runlog import METRICS
 from eepo.types import UserError
 
 TINY = (
-    "training.num_steps=1", "training.prompts_per_step=2", "training.prompts_per_mini_batch=2",
-    "algorithm.group_size=4", "algorithm.max_new_tokens=12", "task.num_evaluation=2", "evaluation.num_samples=2",
+    "training.num_steps=1",
+    "training.prompts_per_step=2",
+    "training.prompts_per_mini_batch=2",
+    "algorithm.group_size=4",
+    "algorithm.max_new_tokens=12",
+    "task.num_evaluation=2",
+    "evaluation.num_samples=2",
     "evaluation.every=0",
-)  # fmt: skip
-PATHS = "model.path=builtin:countdown,/no/such/model"  # the second is a mistake that only the run itself can see
+)
+# The second path is a mistake that only the run itself can detect.
+PATHS = "model.path=builtin:countdown,/no/such/model"
 
 
 def planned(out: Path, *grids: str, num_seeds: int = 1, overrides: tuple[str, ...] = TINY) -> Sweep:
@@ -44,42 +50,34 @@ def planned(out: Path, *grids: str, num_seeds: int = 1, overrides: tuple[str, ..
 
 
 def command(out: Path, *grids: str, overrides: tuple[str, ...] = TINY, seeds: int = 1) -> list[str]:
-    words = [word for grid in grids for word in ("--grid", grid)]
+    words = [sys.executable, "-m", "eepo", "sweep", "demo/grpo"]
+    words += [word for grid in grids for word in ("--grid", grid)]
     words += [word for override in overrides for word in ("--set", override)]
-    return [
-        sys.executable,
-        "-m",
-        "eepo",
-        "sweep",
-        "demo/grpo",
-        *words,
-        "--seeds",
-        str(seeds),
-        "--out",
-        str(out),
-    ]
+    return [*words, "--seeds", str(seeds), "--out", str(out)]
 
 
-def one_thread() -> dict[str, str]:
+def single_thread_environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1"}
 
 
-def quiet() -> Progress:
+def silent_progress() -> Progress:
     return Progress(Console(file=io.StringIO()))
 
 
-def end_at_once(process: subprocess.Popen[str]) -> None:
-    """With its runs: killed, it would leave them behind."""
+def end_with_its_runs(process: subprocess.Popen[str]) -> None:
+    """Stop the sweep twice. If it were killed, its runs would go on."""
     while process.poll() is None:
         process.terminate()
         time.sleep(0.5)
 
 
 def call(words: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, capture_output=True, text=True, timeout=240, env=one_thread())
+    return subprocess.run(
+        words, capture_output=True, text=True, timeout=240, env=single_thread_environment()
+    )
 
 
-# --- what is asked for ------------------------------------------------------------------------------------------------
+# --- grids and points ---
 
 
 @pytest.mark.parametrize(
@@ -90,13 +88,13 @@ def call(words: list[str]) -> subprocess.CompletedProcess[str]:
         ('task.template="{target}, {numbers}","x"', ('"{target}, {numbers}"', '"x"')),
         ("rollout.stop='a,b'", ('"a,b"',)),
     ],
-)  # fmt: skip
+)
 def test_values_are_numbers_words_or_quoted_texts(text: str, values: tuple[str, ...]) -> None:
     assert parse_grid(text).values == values
 
 
 @pytest.mark.parametrize(
-    ("grid", "said"),
+    ("grid", "fragment"),
     [
         ("algorithm.gate", "section.knob=value"),
         ("gate=token", "section.knob=value"),
@@ -112,18 +110,18 @@ def test_values_are_numbers_words_or_quoted_texts(text: str, values: tuple[str, 
         ("algorithm.temperature=1,1.0", "twice"),
     ],
 )
-def test_a_mistake_is_one_line_that_names_the_grid_and_nothing_is_written(
-    grid: str, said: str, tmp_path: Path
+def test_a_wrong_grid_is_a_one_line_error_and_nothing_is_written(
+    grid: str, fragment: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=r"^--grid") as error:
         planned(tmp_path / "out", grid)
-    assert said in str(error.value)
+    assert fragment in str(error.value)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
 
 
 def test_knobs_are_checked_together(tmp_path: Path) -> None:
-    """group_size 6 goes with 3 stages and not with 4."""
+    """A group of 6 can be split into 3 stages, but not into 4."""
     grids = ("algorithm.num_stages=3,4", "algorithm.group_size=6")
     with pytest.raises(
         UserError, match=r"--grid algorithm.group_size=6 --grid algorithm.num_stages=4: .*got 6"
@@ -134,10 +132,9 @@ def test_knobs_are_checked_together(tmp_path: Path) -> None:
         planned(tmp_path, "algorithm.gate=token", "algorithm.gate=step")
 
 
-def test_points_are_the_product_and_every_seed_comes_whole(tmp_path: Path) -> None:
-    sweep = planned(
-        tmp_path, "algorithm.temperature=1,1.2", "algorithm.gate=token,step", num_seeds=2
-    )
+def test_points_are_the_product_of_values_and_runs_are_ordered_by_seed(tmp_path: Path) -> None:
+    grids = ("algorithm.temperature=1,1.2", "algorithm.gate=token,step")
+    sweep = planned(tmp_path, *grids, num_seeds=2)
     names = [sweep.folder(*run).relative_to(tmp_path) for run in sweep.runs]
     points = [
         f"algorithm.gate={gate},algorithm.temperature={t}"
@@ -147,14 +144,15 @@ def test_points_are_the_product_and_every_seed_comes_whole(tmp_path: Path) -> No
     assert names == [Path(point) / f"seed-{seed}" for seed in (0, 1) for point in points]
 
 
-def test_the_order_of_grids_does_not_make_another_point(tmp_path: Path) -> None:
+def test_the_order_of_grids_does_not_change_the_points(tmp_path: Path) -> None:
     grids = ("algorithm.temperature=1", "algorithm.gate=step")
-    (one,), (other,) = planned(tmp_path, *grids).points, planned(tmp_path, *grids[::-1]).points
-    assert one.folder_name == other.folder_name
+    (point,) = planned(tmp_path, *grids).points
+    (reordered,) = planned(tmp_path, *grids[::-1]).points
+    assert point.folder_name == reordered.folder_name
 
 
-def test_any_value_has_a_folder_of_its_own(tmp_path: Path) -> None:
-    """Hostile to file systems: separators, dots, length, and two that look alike once cleaned."""
+def test_any_value_has_a_unique_and_safe_folder_name(tmp_path: Path) -> None:
+    """Values with separators or dots, very long ones, and pairs that are equal once cleaned."""
     values = ("../../up", "a/b", "a:b", "x" * 300, "x" * 299 + "y", "..")
     sweep = planned(tmp_path, f"model.path={','.join(values)}")
     names = [point.folder_name for point in sweep.points]
@@ -176,7 +174,7 @@ def test_the_recipe_of_a_point_reads_back_as_that_point(tmp_path: Path) -> None:
         assert recipe.load_run(file, ["training.seed=5"]) == point.run_config(5)
 
 
-def test_a_set_that_the_task_does_not_have_is_told_before_the_first_run(tmp_path: Path) -> None:
+def test_an_unknown_evaluation_set_is_an_error(tmp_path: Path) -> None:
     sweep = planned(tmp_path, "algorithm.temperature=1.0")
     for name in ("", "in_range", "out_of_range"):
         check_set(sweep, name)
@@ -184,7 +182,7 @@ def test_a_set_that_the_task_does_not_have_is_told_before_the_first_run(tmp_path
         check_set(sweep, "range")
 
 
-def test_runs_share_the_cores_and_a_gpu_takes_one(
+def test_runs_share_the_cores_and_a_gpu_has_one_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("OMP_NUM_THREADS", "EEPO_GPU_SHARE"):
@@ -198,7 +196,7 @@ def test_runs_share_the_cores_and_a_gpu_takes_one(
     assert job_environment(1)["OMP_NUM_THREADS"] == "7"
 
 
-# --- for real ---------------------------------------------------------------------------------------------------------
+# --- whole sweeps ---
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +212,7 @@ def good_and_bad(out: Path) -> tuple[Path, Path]:
     return good, bad
 
 
-def test_a_run_that_fails_is_named_with_its_reason_and_the_others_are_kept(
+def test_a_failed_run_is_reported_with_its_reason_and_others_finish(
     swept: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
     out, ran = swept
@@ -229,7 +227,7 @@ def test_a_run_that_fails_is_named_with_its_reason_and_the_others_are_kept(
     assert "1 of 2 runs failed; the same command tries them again" in ran.stdout
 
 
-def test_a_sweep_leaves_tables_and_the_figure(
+def test_a_sweep_writes_tables_and_a_figure(
     swept: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
     out, _ = swept
@@ -245,19 +243,21 @@ def test_a_sweep_leaves_tables_and_the_figure(
     assert b"<svg" in (out / "sweep.svg").read_bytes()
 
 
-def test_what_is_finished_is_not_started_again(
+def test_finished_runs_are_not_started_again(
     swept: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
     out, _ = swept
     good, bad = good_and_bad(out)
     before = {path: path.stat().st_mtime_ns for path in good.rglob("*") if path.is_file()}
     tried = (bad / "log.txt").stat().st_mtime_ns
-    assert list(run_sweep(planned(out, PATHS), 1, quiet())) == [f"{bad.parent.name} seed 0"]
+    assert list(run_sweep(planned(out, PATHS), 1, silent_progress())) == [
+        f"{bad.parent.name} seed 0"
+    ]
     assert {path: path.stat().st_mtime_ns for path in good.rglob("*") if path.is_file()} == before
-    assert (bad / "log.txt").stat().st_mtime_ns > tried, "the one that failed is tried again"
+    assert (bad / "log.txt").stat().st_mtime_ns > tried, "the failed run is tried again"
 
 
-def test_another_grid_seed_or_more_steps_add_to_what_is_there(
+def test_other_values_more_seeds_or_more_steps_add_runs(
     swept: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
     out, _ = swept
@@ -267,37 +267,39 @@ def test_another_grid_seed_or_more_steps_add_to_what_is_there(
     assert not any(longer.is_finished(*run) for run in longer.runs)
 
 
-def test_a_folder_of_another_sweep_or_of_a_run_is_refused(
+def test_the_folder_of_another_sweep_or_of_a_run_is_refused(
     swept: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
     out, _ = swept
     with pytest.raises(UserError, match=r"clip_high = 0.3, but .* --set again, or another --out$"):
         planned(out, PATHS, overrides=(*TINY, "algorithm.clip_high=0.3"))
-    with pytest.raises(UserError, match="holds a run; a sweep needs a folder of its own"):
+    with pytest.raises(UserError, match="holds a run; give another folder"):
         planned(good_and_bad(out)[0], PATHS)
 
 
-def test_a_sweep_stopped_for_real_saves_its_runs_and_goes_on(tmp_path: Path) -> None:
-    """SIGTERM in the middle of training; then the same sweep, with just one step more than was done."""
+def test_a_stopped_sweep_saves_its_runs_and_continues(tmp_path: Path) -> None:
+    """Send SIGTERM during training. Then continue with one step more than was trained."""
     out, grid = tmp_path / "out", "algorithm.temperature=1.0"
     folder = out / grid / "seed-0"
     endless = (*TINY, "training.num_steps=3000", "training.checkpoint_every=0")
     pipe = subprocess.PIPE
     words = command(out, grid, overrides=endless)
-    process = subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, env=one_thread())
+    process = subprocess.Popen(
+        words, stdout=pipe, stderr=pipe, text=True, env=single_thread_environment()
+    )
     try:
         end = time.monotonic() + 200
         while not (folder / METRICS).exists() and process.poll() is None and time.monotonic() < end:
             time.sleep(0.1)
-        with pytest.raises(UserError, match="is at work there"):
-            run_sweep(planned(out, grid, overrides=endless), 1, quiet())
+        with pytest.raises(UserError, match="is still running there"):
+            run_sweep(planned(out, grid, overrides=endless), 1, silent_progress())
         process.send_signal(signal.SIGTERM)
-        said, complained = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=60)
     finally:
-        end_at_once(process)
-    assert process.returncode == 2, complained
-    assert "stopping: runs end after the step they are in" in said
-    assert "stopped with 0 of 1 runs finished; the same command goes on" in complained
+        end_with_its_runs(process)
+    assert process.returncode == 2, errors
+    assert "stopping: runs end after their current step" in output
+    assert "stopped with 0 of 1 runs finished; the same command continues" in errors
     steps = (folder / METRICS).read_text().splitlines(keepends=True)
     (saved,) = (folder / "checkpoints").iterdir()
     assert int(saved.name.removeprefix("step-")) == len(steps)

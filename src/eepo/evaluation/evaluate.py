@@ -137,15 +137,3 @@ class Evaluator:
                 )
             )
         return results
-
-
-def evaluate(
-    engine: RolloutEngine,
-    reward: Reward,
-    prompts: Sequence[Prompt],
-    num_samples: int,
-    sampling: Sampling,
-    advance: Callable[[int], None] = _no_progress,
-) -> SetResult:
-    """Evaluate a single prompt set; see `Evaluator.evaluate`."""
-    return Evaluator(engine, reward).evaluate({"": prompts}, num_samples, sampling, advance)[""]

@@ -72,7 +72,7 @@ class BenchmarkOptions:
 
     @property
     def sampling(self) -> Sampling:
-        """How the `num_samples` completions of each problem are sampled."""
+        """Return how the `num_samples` completions of each problem are sampled."""
         temperature = 1.0 if self.temperature is None else self.temperature
         return Sampling(temperature, self.max_new_tokens, self.seed)
 

@@ -1,8 +1,8 @@
-"""Several recipes over several seeds: the same prompts, the same seeds, one folder a run.
+"""Trains several recipes over several seeds with the same prompts, one folder per run.
 
-At equal rollouts every recipe trains its own number of steps. At equal time the first one does, and every other one
-then has, seed by seed, the seconds that the first one's steps took. One run after another: side by side they would slow
-each other down, and their seconds would say nothing.
+At equal rollouts, every recipe trains its number of steps. At equal time, the first recipe does.
+The other recipes then train, seed by seed, for the seconds that its steps took. Runs are trained
+one after another: parallel runs would slow each other down and distort the times.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from eepo.trainer import Interrupted, Stopped, trained_seconds
 from eepo.types import UserError
 
 FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,99}")
-LIFTED = 100  # times a recipe's own number of steps: where a faster method stops although it has time left
+# At equal time, a run ends at the latest after this many times the steps of its recipe.
+MAX_STEP_FACTOR = 100
 
 
 def compare(
@@ -30,38 +31,40 @@ def compare(
     progress: Progress,
     equal_time: bool = False,
 ) -> list[Path]:
-    """Train every recipe with every seed under `out/name/seed-N`; what is there already is taken up, not done again."""
-    names = [config.name for config in configs]
-    _check_names(names)
+    """Train every recipe with every seed in `out/name/seed-N`; return the folders by recipe.
+
+    Finished runs are not trained again, and stopped runs continue.
+    """
+    _check_names([config.name for config in configs])
     if equal_time and len(configs) < 2:
         raise UserError("--equal-time needs a baseline and at least one more recipe, got 1 recipe")
-    planned = [
-        (place, config, index) for index in range(num_seeds) for place, config in enumerate(configs)
-    ]
-    for place, config, index in planned:
-        folder = _folder(out, config, index)
-        _check_limit(folder, (equal_time and place > 0) or config.training.max_seconds > 0)
-        _check_knobs(with_seed(config, config.training.seed + index, evaluate_start=False), folder)
+    planned = [(config, offset) for offset in range(num_seeds) for config in configs]
+    baseline = configs[0]
+    for config, offset in planned:  # before the first run starts
+        by_time = (equal_time and config is not baseline) or config.training.max_seconds > 0
+        _check_folder(with_seed(config, offset), _folder(out, config, offset), by_time)
     folders = []
-    for place, config, index in planned:
-        seeded = with_seed(
-            config, config.training.seed + index, evaluate_start=place == 0 and index == 0
-        )
-        if equal_time and place > 0:
-            seeded = with_seconds(seeded, trained_seconds(_folder(out, configs[0], index)))
-        folders.append(_folder(out, config, index))
-        trainer = build_trainer(seeded, folders[-1], resume=True, progress=progress)
+    for config, offset in planned:
+        folder = _folder(out, config, offset)
+        # The starting policy is the same in all runs, so only one run evaluates it.
+        seeded = with_seed(config, offset, evaluate_start=config is baseline and offset == 0)
+        if equal_time and config is not baseline:
+            seeded = with_seconds(seeded, trained_seconds(_folder(out, baseline, offset)))
+        trainer = build_trainer(seeded, folder, resume=True, progress=progress)
         try:
             trainer.run()
         except Stopped as stop:
-            done = f"with {len(folders) - 1} of {len(planned)} runs finished"
-            where = f"stopped after step {trainer.step} of {folders[-1]}"
-            raise Interrupted(f"{where}, {done}; the same command goes on") from stop
+            raise Interrupted(
+                f"stopped after step {trainer.step} of {folder}, "
+                f"with {len(folders)} of {len(planned)} runs finished; the same command continues"
+            ) from stop
+        folders.append(folder)
+    names = [config.name for config in configs]
     return sorted(folders, key=lambda folder: names.index(folder.parent.name))
 
 
-def with_seed(config: RunConfig, seed: int, evaluate_start: bool) -> RunConfig:
-    """The starting policy is the same for all, so one run judges it for all."""
+def with_seed(config: RunConfig, offset: int, evaluate_start: bool = False) -> RunConfig:
+    seed = config.training.seed + offset
     return dataclasses.replace(
         config,
         training=dataclasses.replace(config.training, seed=seed),
@@ -70,47 +73,42 @@ def with_seed(config: RunConfig, seed: int, evaluate_start: bool) -> RunConfig:
 
 
 def with_seconds(config: RunConfig, seconds: float) -> RunConfig:
-    """Ended by time, not by its number of steps."""
-    training = dataclasses.replace(
-        config.training,
-        max_seconds=seconds,
-        num_steps=LIFTED * config.training.num_steps if seconds else 0,
-    )
+    """Limit the run by time instead of by its number of steps."""
+    num_steps = MAX_STEP_FACTOR * config.training.num_steps if seconds else 0
+    training = dataclasses.replace(config.training, max_seconds=seconds, num_steps=num_steps)
     return dataclasses.replace(config, training=training)
 
 
-def _folder(out: Path, config: RunConfig, index: int) -> Path:
-    return out / config.name / f"seed-{config.training.seed + index}"
+def _folder(out: Path, config: RunConfig, offset: int) -> Path:
+    return out / config.name / f"seed-{config.training.seed + offset}"
 
 
 def _check_names(names: Sequence[str]) -> None:
     for name in names:
         if not FOLDER_NAME.fullmatch(name):
             raise UserError(
-                f"name = {name!r} becomes a folder here: letters, digits, '.', '_', '+' and '-' are allowed"
+                f"name = {name!r} is used as a folder name: "
+                "only letters, digits, '.', '_', '+' and '-' are allowed"
             )
-    if twice := {name for name in names if list(names).count(name) > 1}:
+    if duplicates := {name for name in names if list(names).count(name) > 1}:
         raise UserError(
-            f"two recipes are named {min(twice)!r}; names tell methods apart, so give each its own"
+            f"two recipes have the name {min(duplicates)!r}; give each recipe a different name"
         )
 
 
-def _check_limit(folder: Path, by_time: bool) -> None:
-    """A run that was ended by its steps cannot become one that is ended by time: it may have gone too far already."""
-    if (folder / "recipe.toml").exists():
-        held = recipe.load_run(folder / "recipe.toml").training.max_seconds > 0
-        if held != by_time:
-            words = {True: "by time", False: "by its number of steps"}
+def _check_folder(config: RunConfig, folder: Path, by_time: bool) -> None:
+    """Refuse a folder whose run has other knobs or another kind of limit.
+
+    A run that ended by its number of steps may already have trained longer than the time limit.
+    """
+    recipe_file = folder / "recipe.toml"
+    if recipe_file.exists():
+        existing_by_time = recipe.load_run(recipe_file).training.max_seconds > 0
+        if existing_by_time != by_time:
+            limits = {True: "time", False: "its number of steps"}
             raise UserError(
-                f"{folder} holds a run ended {words[held]}, this one is ended {words[by_time]}; give another --out"
+                f"{folder} contains a run limited by {limits[existing_by_time]}, but this run is "
+                f"limited by {limits[by_time]}; give another --out"
             )
-
-
-def _check_knobs(config: RunConfig, folder: Path) -> None:
-    """Before the first run is trained, not after it."""
-    find_start(
-        config,
-        folder,
-        resume=True,
-        advice="give the same recipes and --set again, or another --out",
-    )
+    advice = "give the same recipes and --set again, or another --out"
+    find_start(config, folder, resume=True, advice=advice)

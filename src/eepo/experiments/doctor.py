@@ -69,7 +69,7 @@ class Problems:
 
     @property
     def longest(self) -> int:
-        """The number of tokens of the longest prompt."""
+        """Return the number of tokens of the longest prompt."""
         sets = [self.training, *self.evaluation.values()]
         return max(len(prompt.token_ids) for prompts in sets for prompt in prompts)
 
@@ -247,7 +247,7 @@ def check_precision(context: Context) -> Iterator[Finding]:
         f"{context.config.model.path}: {millions:,.1f} million parameters on {context.device}, "
         f"trained in float32, sampled in {dtype}",
     )
-    if mismatch := loading.two_types(context.config, context.device):
+    if mismatch := loading.dtype_mismatch(context.config, context.device):
         advice = "set rollout.dtype and model.compute_dtype to the same dtype"
         yield Finding("warn", "precision", mismatch, advice)
 

@@ -1,7 +1,8 @@
-"""Several commands at a time, each a process with a log of its own. One that fails does not disturb the others.
+"""Runs several commands at a time, each in a process with its log. Failures stay independent.
 
-Each is a process group of its own, so that Ctrl-C in a terminal does not reach it past us: asked to stop, we ask every
-one to end after what it is doing (SIGTERM); asked again, we end them with all that they started.
+Each command leads its own process group, so Ctrl-C in a terminal reaches only this process. The
+first request to stop asks every command to finish its current step (SIGTERM). The second request
+kills the commands and all processes that they have started.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ POLL_SECONDS = 0.05
 class Job:
     title: str
     command: tuple[str, ...]
-    log: Path  # both streams; written anew
+    log: Path  # stdout and stderr; overwritten at each start
 
 
 class Process(Protocol):
-    """What is asked of one, as `subprocess` has it; it leads a process group."""
+    """Lists the methods of `subprocess.Popen` that are used. The process leads a process group."""
 
     @property
     def pid(self) -> int: ...
@@ -43,7 +44,7 @@ class StopRequests:
 
 
 def start(
-    job: Job, environment: Mapping[str, str], held_open: Sequence[int]
+    job: Job, environment: Mapping[str, str], inherited_fds: Sequence[int]
 ) -> subprocess.Popen[bytes]:
     job.log.parent.mkdir(parents=True, exist_ok=True)
     with job.log.open("wb") as log:
@@ -54,59 +55,64 @@ def start(
             stderr=subprocess.STDOUT,
             env=dict(environment),
             process_group=0,
-            pass_fds=held_open,
+            pass_fds=inherited_fds,
         )
 
 
 def run_jobs(
     jobs: Sequence[Job],
-    at_a_time: int,
+    num_parallel: int,
     environment: Mapping[str, str],
-    ended: Callable[[Job, int], None],
-    stopping: Callable[[], None] = lambda: None,
-    held_open: Sequence[int] = (),  # file descriptors that the processes keep
+    on_exit: Callable[[Job, int], None],
+    on_stop: Callable[[], None] = lambda: None,
+    inherited_fds: Sequence[int] = (),  # file descriptors that stay open in the processes
     starter: Callable[[Job, Mapping[str, str], Sequence[int]], Process] = start,
 ) -> bool:
-    """Call `ended` with the exit code of every job that came to its own end, `stopping` when asked to stop.
+    """Run all jobs; return False if the user stopped them.
 
-    Returns whether all jobs were run.
+    `on_exit` is called with the exit code of each job, except for jobs that end because of a stop.
+    `on_stop` is called at each request to stop.
     """
-    waiting, running, told = deque(jobs), dict[int, tuple[Job, Process]](), 0
+    waiting, running = deque(jobs), dict[int, tuple[Job, Process]]()
+    num_handled_requests = 0
     with stop_requests() as stop:
         try:
             while running or (waiting and not stop.number):
-                while waiting and len(running) < at_a_time and not stop.number:
+                while waiting and len(running) < num_parallel and not stop.number:
                     job = waiting.popleft()
-                    process = starter(job, environment, held_open)
+                    process = starter(job, environment, inherited_fds)
                     running[process.pid] = (job, process)
-                if stop.number > told:
-                    told = stop.number
-                    stopping()
-                    _ask([process for _, process in running.values()], told)
+                if stop.number > num_handled_requests:
+                    num_handled_requests = stop.number
+                    on_stop()
+                    _end([process for _, process in running.values()], kill=stop.number > 1)
                 time.sleep(POLL_SECONDS)
                 for pid, (job, process) in list(running.items()):
                     if (code := process.poll()) is not None:
                         del running[pid]
                         if code == 0 or not stop.number:
-                            ended(job, code)
+                            on_exit(job, code)
         finally:
-            _ask([process for _, process in running.values()], 2)
+            _end([process for _, process in running.values()], kill=True)
     return not stop.number
 
 
-def why_ended(job: Job, code: int) -> str:
-    """The last line of its log, where a user's mistake or a traceback ends; and the signal, if one ended it."""
+def failure_reason(job: Job, code: int) -> str:
+    """Return the last line of the log, and the signal if one ended the job.
+
+    The last line is the message of a user error, or the end of a traceback.
+    """
     with job.log.open("rb") as log:
         log.seek(max(0, job.log.stat().st_size - 4096))
         lines = log.read().decode("utf-8", "replace").splitlines()
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "its log is empty")
-    ending = f"ended by {signal.Signals(-code).name}; last line: " if code < 0 else ""
-    return ending + "".join(c for c in last if c.isprintable())
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "the log is empty")
+    prefix = f"ended by {signal.Signals(-code).name}; last line: " if code < 0 else ""
+    return prefix + "".join(c for c in last if c.isprintable())
 
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequests]:
-    """Counts Ctrl-C and SIGTERM, instead of ending at once."""
+    """Count Ctrl-C and SIGTERM instead of ending at once."""
     stop = StopRequests()
 
     def count(number: int, frame: Any) -> None:
@@ -120,13 +126,13 @@ def stop_requests() -> Iterator[StopRequests]:
             signal.signal(number, handler)
 
 
-def _ask(processes: Sequence[Process], number: int) -> None:
-    """The first time only the process itself: what it has started must live until it has saved its work."""
+def _end(processes: Sequence[Process], kill: bool) -> None:
     for process in processes:
         if process.poll() is not None:
             continue
-        if number == 1:
-            process.terminate()
-        else:
+        if kill:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        else:
+            # Only the process itself: it may need its children to save its work.
+            process.terminate()

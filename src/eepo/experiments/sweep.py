@@ -1,10 +1,10 @@
-"""A grid of knobs over one recipe and several seeds: every point and seed is a run in a process of its own.
+"""Trains a recipe over a grid of knobs and several seeds, each run in its own process.
 
     OUT/recipe.toml              the recipe that all points share
-    OUT/recipes/POINT.toml       what a point changes in it
-    OUT/POINT/seed-N/            a run, and beside its records `log.txt`, what it printed
+    OUT/recipes/POINT.toml       the knobs that a point changes
+    OUT/POINT/seed-N/            a run, with its output in `log.txt`
 
-The same command goes on where it stopped; other values, knobs or more seeds add runs to those that are there.
+The same command continues a stopped sweep. Other values, other knobs or more seeds add runs.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ import torch
 from eepo import recipe
 from eepo.assemble import find_start
 from eepo.config import RunConfig
-from eepo.experiments.processes import Job, run_jobs, why_ended
+from eepo.experiments.processes import Job, failure_reason, run_jobs
 from eepo.model import loading
 from eepo.runs.progress import Progress
-from eepo.runs.runlog import METRICS, write_whole
+from eepo.runs.runlog import METRICS, write_atomically
 from eepo.tasks import build_task
 from eepo.trainer import is_finished
 from eepo.types import UserError
 
-LONGEST_NAME = 120  # characters of a folder's name
+MAX_NAME_LENGTH = 120  # characters of a folder name
 
 
 @dataclass(frozen=True)
 class Grid:
-    """One knob and its values, each as the text that stands after `=` in an override."""
+    """Holds a knob and its values, each as the text after `=` in an override."""
 
     knob: str
     values: tuple[str, ...]
@@ -50,47 +50,44 @@ class Grid:
 
 @dataclass(frozen=True)
 class Point:
-    knobs: dict[str, Any]  # "algorithm.gate" → "token", by name
+    """Describes one combination of values."""
+
+    knobs: dict[str, Any]  # e.g. {"algorithm.gate": "token"}, sorted by name
     config: RunConfig
 
     @property
     def folder_name(self) -> str:
-        """Readable where it can be; what a file system would not take is replaced, and told apart by a digest."""
-        text = ",".join(f"{knob}={_plain(value)}" for knob, value in self.knobs.items())
+        """Return a readable name; with a digest if characters had to be replaced or cut off."""
+        text = ",".join(f"{knob}={_text(value)}" for knob, value in self.knobs.items())
         safe = re.sub(r"[^A-Za-z0-9._+=,-]", "_", text)
-        if safe == text and len(safe) <= LONGEST_NAME:
+        if safe == text and len(safe) <= MAX_NAME_LENGTH:
             return safe
-        return f"{safe[: LONGEST_NAME - 9]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+        digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+        return f"{safe[: MAX_NAME_LENGTH - 9]}-{digest}"
 
     @property
     def name(self) -> str:
-        """Of its runs: in a report the points of a sweep are methods of their own."""
-        label = ", ".join(
-            f"{knob.partition('.')[2]}={_plain(value)}" for knob, value in self.knobs.items()
-        )
-        return f"{self.config.name} {label}"
+        """Return the name of its runs. A report treats each point of a sweep as a method."""
+        values = [f"{_knob_name(knob)}={_text(value)}" for knob, value in self.knobs.items()]
+        return f"{self.config.name} {', '.join(values)}"
 
     def run_config(self, seed: int) -> RunConfig:
         training = dataclasses.replace(self.config.training, seed=seed)
         return dataclasses.replace(self.config, name=self.name, training=training)
 
     def recipe_text(self) -> str:
-        """What this point changes. Knobs are sorted, so those of one section stand together."""
+        """Return a recipe with the knobs that this point changes."""
         lines = ['extends = "../recipe.toml"', f"name = {_toml(self.name)}"]
-        for section, knobs in itertools.groupby(
-            self.knobs, key=lambda knob: knob.partition(".")[0]
-        ):
-            lines += [
-                "",
-                f"[{section}]",
-                *(f"{knob.partition('.')[2]} = {_toml(self.knobs[knob])}" for knob in knobs),
-            ]
+        # Knobs are sorted, so the knobs of a section are adjacent.
+        for section, knobs in itertools.groupby(self.knobs, key=_section):
+            lines += ["", f"[{section}]"]
+            lines += [f"{_knob_name(knob)} = {_toml(self.knobs[knob])}" for knob in knobs]
         return "\n".join(lines) + "\n"
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Every run of the grid, none of them started."""
+    """Lists all runs of a sweep."""
 
     base: RunConfig
     points: list[Point]
@@ -99,11 +96,10 @@ class Sweep:
 
     @property
     def runs(self) -> list[tuple[Point, int]]:
-        """Seed after seed: a sweep that is stopped has whole seeds, in which points can be compared."""
+        """Return the runs seed by seed, so that a stopped sweep has complete seeds."""
         first = self.base.training.seed
-        return [
-            (point, seed) for seed in range(first, first + self.num_seeds) for point in self.points
-        ]
+        seeds = range(first, first + self.num_seeds)
+        return [(point, seed) for seed in seeds for point in self.points]
 
     def folder(self, point: Point, seed: int) -> Path:
         return self.out / point.folder_name / f"seed-{seed}"
@@ -112,30 +108,24 @@ class Sweep:
         return is_finished(point.config, self.folder(point, seed))
 
     def job(self, point: Point, seed: int) -> Job:
-        folder, file = self.folder(point, seed), self.out / "recipes" / f"{point.folder_name}.toml"
-        command = (
-            sys.executable,
-            "-m",
-            "eepo",
-            "train",
-            str(file),
-            "--out",
-            str(folder),
-            "--resume",
-        )
-        title = f"{point.folder_name} seed {seed}"
-        return Job(title, (*command, "--set", f"training.seed={seed}"), folder / "log.txt")
+        folder = self.folder(point, seed)
+        command = [sys.executable, "-m", "eepo", "train", str(self.recipe_file(point))]
+        command += ["--out", str(folder), "--resume", "--set", f"training.seed={seed}"]
+        return Job(f"{point.folder_name} seed {seed}", tuple(command), folder / "log.txt")
+
+    def recipe_file(self, point: Point) -> Path:
+        return self.out / "recipes" / f"{point.folder_name}.toml"
 
 
 def plan(
     recipe_name: str, overrides: Sequence[str], grids: Sequence[str], num_seeds: int, out: Path
 ) -> Sweep:
-    """Read everything and write nothing: a mistake in any point shows before the first one starts."""
+    """Check all points before the first run starts. This writes nothing."""
     base = recipe.load_run(recipe_name, overrides)
     parsed = sorted((parse_grid(text) for text in grids), key=lambda grid: grid.knob)
     for grid, after in itertools.pairwise(parsed):
         if grid.knob == after.knob:
-            raise UserError(f"--grid {grid.knob} is given twice; put all its values behind one")
+            raise UserError(f"--grid {grid.knob} is given twice; give all its values in one --grid")
     points = [
         _point(recipe_name, overrides, choice)
         for choice in itertools.product(*map(_choices, parsed))
@@ -143,48 +133,53 @@ def plan(
     for point in points:
         if sum(other.knobs == point.knobs for other in points) > 1:
             values = ", ".join(f"{knob} = {_toml(value)}" for knob, value in point.knobs.items())
-            raise UserError(f"--grid: {values} is there twice, in two spellings perhaps")
+            raise UserError(f"--grid: {values} is given twice, maybe in two spellings")
     sweep = Sweep(base, points, num_seeds, out)
     _check_folder(sweep)
     return sweep
 
 
 def parse_grid(text: str) -> Grid:
-    """`section.knob=a,b,c`. A value is TOML or a bare word; texts with commas need quotes, and then all texts do."""
+    """Parse `section.knob=a,b,c`. Values are TOML or bare words.
+
+    A text with a comma needs quotes. If one text has quotes, all texts need them.
+    """
     knob, equals, values = (part.strip() for part in text.partition("="))
     if not equals or not re.fullmatch(r"[a-z_]+\.[a-z0-9_]+", knob):
         raise UserError(
-            f"--grid {text}: expected section.knob=value,value, such as algorithm.temperature=1.0,1.2"
+            f"--grid {text}: must be section.knob=value,value, e.g. algorithm.temperature=1.0,1.2"
         )
     if knob == "training.seed":
         raise UserError(
-            f"--grid {text}: seeds are no knob here; --seeds N runs every point with N of them"
+            f"--grid {text}: the seed cannot be swept over; --seeds N runs every point N times"
         )
     if "'" in values or '"' in values:
         return Grid(knob, tuple(_quoted(text, values)))
     if set(values) & set("[]{}"):
-        raise UserError(
-            f"--grid {text}: lists and tables cannot be swept over; numbers, words and texts can"
-        )
+        raise _not_scalar(text)
     parts = tuple(part.strip() for part in values.split(","))
     if not all(parts):
-        raise UserError(f"--grid {text}: a value is empty; write them with one comma between two")
+        raise UserError(f"--grid {text}: a value is empty; separate values with single commas")
     return Grid(knob, parts)
 
 
 def _quoted(text: str, values: str) -> Iterator[str]:
     try:
-        found = tomllib.loads(f"values = [{values}]")["values"]
+        parsed = tomllib.loads(f"values = [{values}]")["values"]
     except tomllib.TOMLDecodeError as error:
         raise UserError(
-            f"--grid {text}: where one value is in quotes, every word must be"
+            f"--grid {text}: if one value is in quotes, all words must be in quotes"
         ) from error
-    for value in found:
+    for value in parsed:
         if not isinstance(value, str | int | float):
-            raise UserError(
-                f"--grid {text}: lists and tables cannot be swept over; numbers, words and texts can"
-            )
+            raise _not_scalar(text)
         yield _toml(value)
+
+
+def _not_scalar(text: str) -> UserError:
+    return UserError(
+        f"--grid {text}: lists and tables cannot be swept over; use numbers, words or quoted texts"
+    )
 
 
 def _choices(grid: Grid) -> list[tuple[str, str]]:
@@ -196,19 +191,18 @@ def _point(recipe_name: str, overrides: Sequence[str], choice: Sequence[tuple[st
     try:
         config = recipe.load_run(recipe_name, [*overrides, *changes])
     except UserError as error:
-        why = str(error).removeprefix("--set: ")  # the user's own --set were read before
-        raise UserError(f"--grid {' --grid '.join(changes)}: {why}") from error
-    values = {}
-    for knob, _ in choice:  # as read: 1 and 1.0 are one value where a number is expected
-        section, name = knob.split(".")
-        values[knob] = getattr(getattr(config, section), name)
-    return Point(values, config)
+        # The user's --set were read without an error before, so the mistake is in the grid.
+        reason = str(error).removeprefix("--set: ")
+        raise UserError(f"--grid {' --grid '.join(changes)}: {reason}") from error
+    # Take the values from the config: there 1 and 1.0 are the same float.
+    knobs = {knob: getattr(getattr(config, _section(knob)), _knob_name(knob)) for knob, _ in choice}
+    return Point(knobs, config)
 
 
 def _check_folder(sweep: Sweep) -> None:
-    """What is in the folder must be of this sweep, knob for knob."""
+    """Refuse a folder that holds a run, or runs with other knobs."""
     if (sweep.out / METRICS).exists():
-        raise UserError(f"--out {sweep.out} holds a run; a sweep needs a folder of its own")
+        raise UserError(f"--out {sweep.out} holds a run; give another folder")
     advice = "give the same recipe and --set again, or another --out"
     find_start(sweep.base, sweep.out, True, advice)
     for point, seed in sweep.runs:
@@ -216,7 +210,7 @@ def _check_folder(sweep: Sweep) -> None:
 
 
 def check_set(sweep: Sweep, name: str) -> None:
-    """Before the first run: which sets there are is known to the task alone."""
+    """Check before the first run that the task has an evaluation set of this name."""
     if not name:
         return
     config = sweep.base
@@ -226,7 +220,10 @@ def check_set(sweep: Sweep, name: str) -> None:
 
 
 def run_sweep(sweep: Sweep, num_jobs: int, progress: Progress) -> dict[str, str]:
-    """Train what is not finished, `num_jobs` at a time (0: chosen here). Returns title → why, of runs that failed."""
+    """Train all unfinished runs, `num_jobs` at a time (0: automatic).
+
+    Return the reason of each failure, by title.
+    """
     num_jobs = num_jobs or default_jobs(sweep)
     failed: dict[str, str] = {}
     with _locked(sweep.out) as lock:
@@ -234,33 +231,35 @@ def run_sweep(sweep: Sweep, num_jobs: int, progress: Progress) -> dict[str, str]
         jobs = [sweep.job(*run) for run in sweep.runs if not sweep.is_finished(*run)]
         num_done = len(sweep.runs) - len(jobs)
         if num_done:
-            progress.say(f"{num_done} of {len(sweep.runs)} runs are finished already")
+            progress.say(f"{num_done} of {len(sweep.runs)} runs are already finished")
         with progress.bar(f"sweep, {num_jobs} at a time", len(sweep.runs), num_done) as bar:
 
-            def ended(job: Job, code: int) -> None:
+            def on_exit(job: Job, code: int) -> None:
                 if code:
-                    failed[job.title] = why_ended(job, code)
+                    failed[job.title] = failure_reason(job, code)
                     progress.say(f"failed: {job.title}: {failed[job.title]}")
                 bar.advance(note=f"{len(failed)} failed" if failed else "")
 
-            def stopping() -> None:
+            def on_stop() -> None:
                 progress.say(
-                    "stopping: runs end after the step they are in; once more, and they end at once"
+                    "stopping: runs end after their current step; stop again to end them at once"
                 )
 
-            whole = run_jobs(
-                jobs, num_jobs, job_environment(num_jobs), ended, stopping, held_open=(lock,)
+            environment = job_environment(num_jobs)
+            completed = run_jobs(
+                jobs, num_jobs, environment, on_exit, on_stop, inherited_fds=(lock,)
             )
-    if not whole:
+    if not completed:
         num_done = sum(sweep.is_finished(*run) for run in sweep.runs)
         raise UserError(
-            f"stopped with {num_done} of {len(sweep.runs)} runs finished; the same command goes on"
+            f"stopped with {num_done} of {len(sweep.runs)} runs finished; "
+            "the same command continues"
         )
     return failed
 
 
 def default_jobs(sweep: Sweep) -> int:
-    """Two cores a run. A GPU takes one run at a time unless the user knows that more fit."""
+    """Return one job per two cores; on a GPU one job, because more may not fit."""
     devices = {point.config.model.device for point in sweep.points}
     on_gpu = any(device.startswith("cuda") for device in devices) or (
         "auto" in devices and torch.cuda.is_available()
@@ -273,36 +272,50 @@ def num_cores() -> int:
 
 
 def job_environment(num_jobs: int) -> dict[str, str]:
-    """Each run has its share of the cores: more threads than cores wait for each other. And of a GPU, for its cache."""
+    """Return environment variables that give each run its share of the cores and of a GPU.
+
+    More threads than cores would wait for each other. The GPU share sizes the KV cache.
+    """
     shares = {"OMP_NUM_THREADS": max(1, num_cores() // num_jobs), "EEPO_GPU_SHARE": 1 / num_jobs}
     return {name: str(share) for name, share in shares.items()} | os.environ
 
 
 def _write_recipes(sweep: Sweep) -> None:
-    write_whole(sweep.out / "recipe.toml", recipe.dump(sweep.base))
+    write_atomically(sweep.out / "recipe.toml", recipe.dump(sweep.base))
     (sweep.out / "recipes").mkdir(exist_ok=True)
     for point in sweep.points:
-        write_whole(sweep.out / "recipes" / f"{point.folder_name}.toml", point.recipe_text())
+        write_atomically(sweep.recipe_file(point), point.recipe_text())
 
 
 @contextmanager
 def _locked(out: Path) -> Iterator[int]:
-    """Held by us and by every run we start, so that runs which outlive a killed sweep are not started a second time."""
+    """Lock the folder of the sweep; yield the file descriptor of the lock.
+
+    Every run inherits the lock. So a run that outlives a killed sweep is not started twice.
+    """
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--out {out} cannot be made: {error.strerror}") from error
+        raise UserError(f"--out {out}: cannot be created ({error.strerror})") from error
     with (out / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UserError(
-                f"--out {out}: a sweep, or a run that one left behind, is at work there"
+                f"--out {out}: a sweep, or a run of a killed sweep, is still running there"
             ) from error
         yield file.fileno()
 
 
-def _plain(value: Any) -> str:
+def _section(knob: str) -> str:
+    return knob.partition(".")[0]
+
+
+def _knob_name(knob: str) -> str:
+    return knob.partition(".")[2]
+
+
+def _text(value: Any) -> str:
     return value if isinstance(value, str) else _toml(value)
 
 

@@ -142,7 +142,7 @@ class Budget:
 
     @property
     def _rows(self) -> int:
-        """The number of completions that are sampled at the same time."""
+        """Return how many completions are sampled at the same time."""
         algorithm = self.config.algorithm
         group = self.config.training.prompts_per_step * algorithm.group_size
         return min(self.config.rollout.max_rows, group // algorithm.num_stages)
