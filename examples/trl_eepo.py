@@ -1,9 +1,9 @@
-"""TRL on the CPU, without a hub: eepo's small countdown policy, its problems and its grader.
+"""Train eepo's small countdown policy with TRL, on the CPU and without a hub.
 
     python examples/trl_grpo.py [FOLDER [STEPS]]
     python examples/trl_eepo.py [FOLDER [STEPS]]
 
-The two scripts differ in three lines: the import, the config's name, the trainer's name.
+The two scripts differ in three lines: the import, the config class and the trainer class.
 """
 
 import sys
@@ -21,20 +21,19 @@ from eepo.types import Prompt
 from eepo.adapters.trl import EEPOConfig, EEPOTrainer
 
 folder, steps = (*sys.argv[1:], *("runs/trl", "20")[len(sys.argv) - 1 :])
-model = resolve("builtin:countdown")  # a folder; anywhere else a hub name
+model = resolve("builtin:countdown")  # a local folder; a hub name works too
 tokenizer = AutoTokenizer.from_pretrained(model)
 problems = Countdown(CountdownConfig(), tokenizer).training_prompts(0, 1000)
-dataset = Dataset.from_list(
-    [{"prompt": problem.text, "answer": problem.answer} for problem in problems]
-)
+rows = [{"prompt": problem.text, "answer": problem.answer} for problem in problems]
+dataset = Dataset.from_list(rows)
 
 
 def countdown(
     prompts: list[str], completions: list[str], answer: list[dict], **_: object
 ) -> list[float]:
-    """1 where the expression uses each number once and hits the target."""
-    asked = [Prompt("", text, (), given) for text, given in zip(prompts, answer, strict=True)]
-    return [verdict.reward for verdict in CountdownReward().grade(asked, completions)]
+    """Return 1 if the expression uses each number once and equals the target, else 0."""
+    problems = [Prompt("", text, (), value) for text, value in zip(prompts, answer, strict=True)]
+    return [verdict.reward for verdict in CountdownReward().grade(problems, completions)]
 
 
 args = EEPOConfig(
