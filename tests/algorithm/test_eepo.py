@@ -1,440 +1,626 @@
-"""The mathematics of one step against plain loops in float64."""
+"""Whole steps on a small model.
+
+θ is only read by unlearning. θ′ unlearns, later stages sample from it, and the update uses both.
+"""
 
 from __future__ import annotations
 
+import copy
 import itertools
+import json
 import math
-import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
-from eepo.algorithm import (
-    complementary_loss,
-    completion_mean,
-    group_advantages,
-    kl_penalty,
-    policy_loss,
-    token_gate,
-    token_mean,
-    unlearn_loss,
-    unlearned_weights,
-)
+from eepo.algorithm import EEPO, StepMetrics
+from eepo.algorithm.probe import Effect, Probe
 from eepo.config import AlgorithmConfig
-from eepo.model.policy import Scores
+from eepo.model.policy import Policy
+from eepo.rollout.transformers import TransformersEngine
+from eepo.types import Completion, Prompt, Rollout, Sampling, Verdict, mean_entropy
 
-NAN, INF = math.nan, math.inf
-
-
-@st.composite
-def ragged(draw: st.DrawFn, values: st.SearchStrategy[float]) -> list[list[float]]:
-    """1 to 4 rows of 1 to 9 values."""
-    return draw(st.lists(st.lists(values, min_size=1, max_size=9), min_size=1, max_size=4))
+Weights = dict[str, Tensor]
 
 
-def padded(
-    rows: list[list[float]], filler: float = 0.0, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, Tensor]:
-    """Values [B, T] with `filler` on padding, and their mask."""
-    longest = max(map(len, rows))
-    values = torch.tensor([row + [filler] * (longest - len(row)) for row in rows], dtype=dtype)
-    return values, torch.tensor(
-        [[True] * len(row) + [False] * (longest - len(row)) for row in rows]
-    )
+def weights_of(model: Any) -> Weights:
+    return {name: weight.detach().clone() for name, weight in model.named_parameters()}
 
 
-# --- advantages
+def norm(tensors: Iterable[Tensor]) -> float:
+    return math.sqrt(sum((tensor.double() ** 2).sum().item() for tensor in tensors))
 
 
-@given(
-    st.integers(2, 9).flatmap(
-        lambda size: st.lists(st.lists(st.floats(-5, 5), min_size=size, max_size=size), min_size=1)
-    )
-)
-def test_advantages_are_rewards_standardised_within_their_group(rewards: list[list[float]]) -> None:
-    advantages = group_advantages(torch.tensor(rewards, dtype=torch.float64)).tolist()
-    for group, got in zip(rewards, advantages, strict=True):
-        mean = sum(group) / len(group)
-        deviation = math.sqrt(sum((reward - mean) ** 2 for reward in group) / (len(group) - 1))
-        expected = [
-            0.0 if len(set(group)) == 1 else (reward - mean) / (deviation + 1e-6)
-            for reward in group
-        ]
-        assert got == pytest.approx(expected, abs=1e-6)
+def assert_moved(actual: Weights, start: Weights, step: Weights) -> None:
+    """Check `actual` = `start` + `step`, within 1 % of the step and the rounding of fp32."""
+    size, rounding = norm(step.values()), 2.0**-24 * norm(start.values())
+    assert size > 20 * rounding
+    error = norm(actual[name].double() - start[name].double() - step[name] for name in step)
+    assert error < 0.01 * size + rounding
 
 
-def test_advantages_of_one_right_answer_in_four() -> None:
-    advantages = group_advantages(torch.tensor([[1.0, 0.0, 0.0, 0.0]], dtype=torch.float64))
-    assert advantages.tolist()[0] == pytest.approx(
-        [0.75 / 0.500001, *[-0.25 / 0.500001] * 3], rel=1e-9
-    )
+def scaled(factor: float, tensors: Weights) -> Weights:
+    return {name: factor * tensor for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 0.7, 1 / 3, 1e-8, -0.3])
-@pytest.mark.parametrize("size", [2, 3, 6, 7, 16])
-def test_equal_rewards_give_exact_zeros_whatever_their_mean_rounds_to(
-    reward: float, size: int
+def reference_gradient(
+    model: Any, rollout: Rollout, options: AlgorithmConfig, plain_scores: Any
+) -> tuple[Weights, float, float]:
+    """Return ∇L by plain autograd in float64, L, and the share of gated tokens."""
+    model = copy.deepcopy(model).double()
+    model.zero_grad()
+    pairs = rollout.pairs(range(len(rollout.prompts)))
+    rewards = [(reward, group) for group in rollout.rewards for reward in group]
+    is_selected = {
+        "all": lambda reward, group: True,
+        "rewarded": lambda reward, group: reward > 0,
+        "unrewarded": lambda reward, group: reward == 0,
+        "zero_variance": lambda reward, group: len(set(group)) == 1,
+    }[options.unlearn_on]
+    num_gated = num_tokens = 0
+    total = 0.0
+    for (prompt, completion), (reward, group) in zip(pairs, rewards, strict=True):
+        scores = plain_scores(model, prompt, completion, options.temperature)
+        length, terms = len(completion.token_ids), []
+        entropies = scores.entropies.tolist()
+        num_tokens += length
+        for t in range(length):
+            window = entropies[max(0, t + 1 - options.gate_window) : t + 1]
+            if options.gate == "token" and sum(window) / len(window) >= options.gate_threshold:
+                continue
+            if not is_selected(reward, group):
+                continue
+            num_gated += 1
+            p = scores.logprobs[t].exp()
+            if options.unlearn_loss == "nll":
+                terms.append(p.log())
+            elif options.saturation == "exact":
+                terms.append(-scores.complements[t])
+            else:
+                terms.append(-torch.log(1 - p.clamp(max=1 - options.unlearn_eps)))
+        if terms:
+            loss = torch.stack(terms).sum() / length / len(pairs)
+            loss.backward()
+            total += loss.item()
+    gradient = {name: weight.grad for name, weight in model.named_parameters()}
+    return gradient, total, num_gated / num_tokens
+
+
+def stage1_of(rollout: Rollout) -> Rollout:
+    """Return the part of a rollout that stage 1 sampled."""
+    size = rollout.stages.count(1)
+    groups = [group[:size] for group in rollout.groups]
+    return Rollout(rollout.prompts, groups, [rewards[:size] for rewards in rollout.rewards])
+
+
+# --- unlearning: θ′ = θ − η ∇L, and θ is only read
+
+VARIANTS: list[dict[str, Any]] = [
+    {"gate": "token"},
+    {"gate": "token", "saturation": "exact", "gate_threshold": 0.6},
+    {"gate": "always"},
+    {"gate": "always", "saturation": "exact"},
+    {"gate": "token", "unlearn_loss": "nll", "unlearn_lr": 1.0},
+    {"gate": "always", "unlearn_loss": "nll"},
+    {"gate": "token", "unlearn_lr": "auto"},
+    {"gate": "always", "unlearn_lr": "auto", "saturation": "exact"},
+    {"gate": "token", "unlearn_on": "rewarded", "gate_window": 5},
+    {"gate": "always", "unlearn_on": "rewarded", "saturation": "exact", "unlearn_lr": "auto"},
+    {"gate": "always", "unlearn_on": "zero_variance"},
+    {"gate": "always", "unlearn_on": "unrewarded"},
+    {"gate": "always", "temperature": 0.8, "unlearn_eps": 0.05},
+    {"gate": "step", "gate_threshold": 10.0},
+]
+
+
+def variant_id(variant: dict[str, Any]) -> str:
+    return "-".join(map(str, variant.values()))
+
+
+@pytest.fixture(scope="module")
+def trained(
+    build_eepo: Any, sample_stage1: Any, sampling: Sampling, demo_prompts: list[Prompt]
+) -> SimpleNamespace:
+    """EEPO after one update, so that its optimizer has state, with stage 1 of the next step.
+
+    The policy has gradients. Unlearning must not clear them.
+    """
+    algorithm = build_eepo(micro_batch_tokens=150)
+    algorithm.step(demo_prompts[:4], sampling, StepMetrics())
+    assert all(state["step"] == 1 for state in algorithm.optimizer.state.values())
+    for weight in algorithm.policy.model.parameters():
+        weight.grad = torch.full_like(weight, 0.5)
+    rollout = sample_stage1(algorithm, demo_prompts[4:10])
+    assert 0 < sum(map(sum, rollout.rewards)) < 12
+    return SimpleNamespace(algorithm=algorithm, rollout=rollout)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=variant_id)
+def test_unlearning_loads_theta_minus_the_step_and_does_not_change_theta(
+    variant: dict[str, Any], trained: SimpleNamespace, plain_scores: Any, fingerprint: Any
 ) -> None:
-    rewards = torch.stack([torch.full((size,), reward), torch.arange(size).float()])
-    advantages = group_advantages(rewards)
-    assert advantages[0].tolist() == [0.0] * size
-    assert advantages[1].max() > 0.5
+    knobs = {"unlearn_lr": 1e-2, "unlearn_kl_target": 3e-3, "group_size": 4} | variant
+    options, parts = AlgorithmConfig(**knobs), trained.algorithm
+    model, optimizer = parts.policy.model, parts.optimizer
+    algorithm = EEPO(
+        parts.policy, None, parts.engine, parts.reward, optimizer, options, 64, max_grad_norm=1.0
+    )
 
+    def policy_state() -> str:
+        tensors = [(weight, weight.grad) for weight in model.parameters()]
+        return fingerprint([tensors, optimizer.state_dict()])
 
-# --- gate
+    before, metrics = policy_state(), StepMetrics()
+    algorithm.unlearn(trained.rollout, metrics)
+    assert policy_state() == before
 
-
-@given(ragged(st.floats(0, 2)), st.floats(0, 2), st.integers(1, 15))
-def test_the_gate_is_the_mean_of_the_last_entropies_under_the_threshold(
-    rows: list[list[float]], threshold: float, window: int
-) -> None:
-    entropies, mask = padded(rows)
-    gate = token_gate(entropies, mask, threshold, window).tolist()
-    for row, got in zip(rows, gate, strict=True):
-        assert got[len(row) :] == [False] * (len(got) - len(row))
-        for t in range(len(row)):
-            last = row[max(0, t - window + 1) : t + 1]
-            if abs(statistics.fmean(last) - threshold) > 1e-9:  # a tie may round either way
-                assert got[t] == (statistics.fmean(last) < threshold)
-
-
-def test_the_gate_is_strict_and_the_window_shorter_at_the_start() -> None:
-    entropies = torch.tensor([[0.5, 0.25, 0.0, 1.0, 0.0, 0.0]])
-    gate = token_gate(entropies, torch.ones(1, 6), 0.375, 3)
-    assert gate.tolist() == [
-        [False, False, True, False, True, True]
-    ]  # means .5, .375, .25, .4167, .3333, .3333
-
-
-def test_threshold_0_opens_nothing() -> None:
-    entropies = torch.tensor([[0.0, 0.0, 0.3], [0.0, 1.0, 0.0]])
-    assert not token_gate(entropies, torch.ones(2, 3), 0.0, 3).any()
-
-
-@pytest.mark.parametrize("window", [1, 3, 50])
-def test_padding_neither_opens_the_gate_nor_moves_it(window: int) -> None:
-    mask = torch.tensor([[True, True, False, False], [True, True, True, True]])
-    clean = torch.tensor([[0.1, 0.4, 0.0, 0.0], [0.1, 0.1, 0.9, 0.1]])
-    dirty = torch.tensor([[0.1, 0.4, NAN, INF], [0.1, 0.1, 0.9, 0.1]])
-    gate = token_gate(dirty, mask, 0.3, window)
-    assert torch.equal(gate, token_gate(clean, mask, 0.3, window))
-    assert gate[0].tolist()[2:] == [False, False]
-
-
-# --- complementary loss
-
-
-def softmax_scores(logits: Tensor, token: int) -> tuple[Tensor, Tensor]:
-    """log p and log(1 − p) of `token`, each [1, 1], from plain logits."""
-    others = torch.cat([logits[:token], logits[token + 1 :]])
-    logprob = logits[token] - logits.logsumexp(0)
-    return logprob.view(1, 1), (others.logsumexp(0) - logits.logsumexp(0)).view(1, 1)
-
-
-@pytest.mark.parametrize("saturation", ["stop", "exact"])
-@pytest.mark.parametrize("level", [-6.0, 0.0, 2.0, 6.0])
-def test_the_gradient_on_the_sampled_logit_is_p(saturation: str, level: float) -> None:
-    logits = torch.tensor([0.3, level, -1.0, 0.5], dtype=torch.float64, requires_grad=True)
-    logprob, complement = softmax_scores(logits, 1)
-    one = torch.ones(1, 1, dtype=torch.bool)
-    complementary_loss(logprob, one, one, 1e-4, saturation, complement).backward()
-    assert logits.grad is not None
-    assert logits.grad[1].item() == pytest.approx(logprob.exp().item(), rel=1e-6)
-
-
-@pytest.mark.parametrize("saturation", ["stop", "exact"])
-def test_each_token_weighs_one_over_its_completion_and_the_batch(saturation: str) -> None:
-    """p / (T_k · B) on every sampled logit, and T_k counts tokens whose gate is shut."""
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(3, 4, 6, generator=generator, dtype=torch.float64).requires_grad_()
-    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]], dtype=torch.bool)
-    gate = torch.tensor([[1, 0, 1, 0], [0, 1, 1, 1], [0, 0, 0, 0]], dtype=torch.bool)
-    log_p = logits.log_softmax(-1)
-    complements = torch.cat([log_p[..., :2], log_p[..., 3:]], -1).logsumexp(
-        -1
-    )  # token 2 was sampled everywhere
-    complementary_loss(log_p[..., 2], mask, gate, 1e-4, saturation, complements).backward()
-    lengths = torch.tensor([4.0, 2.0, 3.0])
-    expected = torch.where(mask & gate, log_p[..., 2].exp() / lengths[:, None] / 3, 0.0)
-    assert logits.grad is not None
-    torch.testing.assert_close(logits.grad[..., 2], expected.detach())
-
-
-@pytest.mark.parametrize("saturation", ["stop", "exact"])
-@pytest.mark.parametrize("level", [-3.0, 0.0, 4.0])
-def test_a_step_down_makes_the_sampled_tokens_less_likely(saturation: str, level: float) -> None:
-    logits = torch.tensor([0.1, level, -0.5], dtype=torch.float64, requires_grad=True)
-    one = torch.ones(1, 1, dtype=torch.bool)
-    before, complement = softmax_scores(logits, 1)
-    complementary_loss(before, one, one, 1e-4, saturation, complement).backward()
-    with torch.no_grad():
-        after, _ = softmax_scores(logits - 0.1 * logits.grad, 1)
-    assert after.item() < before.item() - 1e-4
-
-
-def test_ascent_on_the_nll_makes_the_sampled_tokens_less_likely() -> None:
-    logits = torch.tensor([0.1, 1.0, -0.5], dtype=torch.float64, requires_grad=True)
-    one = torch.ones(1, 1, dtype=torch.bool)
-    before, complement = softmax_scores(logits, 1)
-    options = AlgorithmConfig(unlearn_loss="nll")
-    loss = unlearn_loss(Scores(before, torch.zeros(1, 1), complement), one, one, options)
-    assert loss.item() == pytest.approx(before.item())  # minus the NLL
-    loss.backward()
-    with torch.no_grad():
-        after, _ = softmax_scores(logits - 0.1 * logits.grad, 1)
-    assert after.item() < before.item() - 1e-3
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("logprob", [0.0, -1e-38, -1e-8, -1e-4, -1e-3, -50.0, -200.0])
-def test_stop_is_finite_and_flat_above_its_ceiling(logprob: float, dtype: torch.dtype) -> None:
-    logprobs = torch.tensor([[logprob]], dtype=dtype, requires_grad=True)
-    one = torch.ones(1, 1, dtype=torch.bool)
-    loss = complementary_loss(logprobs, one, one, 1e-3)
-    loss.backward()
-    assert logprobs.grad is not None
-    assert loss.isfinite()
-    assert logprobs.grad.isfinite().all()
-    if math.exp(logprob) > 1 - 1e-3:
-        assert logprobs.grad.item() == 0.0
-        assert loss.item() == pytest.approx(-math.log(1e-3), rel=1e-4)
+    gradient, loss, gate_share = reference_gradient(model, trained.rollout, options, plain_scores)
+    row = metrics.result()
+    assert 0 < gate_share <= 1
+    assert row["gate_share"] == pytest.approx(gate_share)
+    lr = row["unlearn/lr"]
+    theta, theta_prime = weights_of(model), weights_of(parts.engine.model)
+    assert_moved(theta_prime, theta, scaled(-lr, gradient))
+    assert row["unlearn/loss_before"] == pytest.approx(loss, rel=1e-3, abs=1e-5)
+    assert row["unlearn/loss_after"] < row["unlearn/loss_before"]
+    num_changed = sum((theta_prime[name] != theta[name]).sum().item() for name in theta)
+    num_weights = sum(weight.numel() for weight in theta.values())
+    assert row["unlearn/weights_changed_share"] == pytest.approx(num_changed / num_weights)
+    if options.unlearn_lr == "auto":
+        assert row["unlearn/kl"] == pytest.approx(3e-3, rel=0.15)
+        assert algorithm.auto_lr == lr
     else:
-        assert logprobs.grad.item() == pytest.approx(
-            math.exp(logprob) / -math.expm1(logprob), rel=1e-3
-        )
-
-
-def test_exact_pushes_down_a_token_whose_probability_rounds_to_1() -> None:
-    """fp32, a gap of 40: log p is 0.0 exactly, and the other tokens still tell log(1 − p)."""
-    logits = torch.tensor([0.0, 40.0, -1.0], requires_grad=True)
-    logprob, complement = softmax_scores(logits, 1)
-    assert logprob.item() == 0.0
-    one = torch.ones(1, 1, dtype=torch.bool)
-    loss = complementary_loss(logprob, one, one, 1e-4, "exact", complement)
-    loss.backward()
-    assert logits.grad is not None
-    assert loss.item() == pytest.approx(40 - math.log(1 + math.exp(-1)), rel=1e-5)
-    assert logits.grad[1].item() == pytest.approx(1.0)
-    assert logits.grad.sum().item() == pytest.approx(0.0, abs=1e-6)
-
-
-@given(
-    ragged(st.floats(-30, -1e-7)),
-    st.floats(1e-6, 0.5),
-    st.integers(0, 2**36 - 1),
-    st.sampled_from([torch.float32, torch.float64]),
-)
-def test_value_and_gradient_equal_a_plain_loop(
-    rows: list[list[float]], eps: float, gate_bits: int, dtype: torch.dtype
-) -> None:
-    logprobs, mask = padded(rows, filler=NAN, dtype=dtype)
-    gate = torch.tensor(
-        [gate_bits >> place & 1 for place in range(mask.numel())], dtype=torch.bool
-    ).view(mask.shape)
-    logprobs.requires_grad_()
-    loss = complementary_loss(logprobs, mask, gate, eps)
-    loss.backward()
-
-    exact = logprobs.detach().double()
-    total, gradient = 0.0, torch.zeros_like(exact)
-    for k, row in enumerate(rows):
-        for t in range(len(row)):
-            if gate[k, t]:
-                x = exact[k, t].item()
-                p = math.exp(x)
-                kept = p < 1 - eps
-                total += -math.log(-math.expm1(x) if kept else eps) / len(row) / len(rows)
-                gradient[k, t] = p / -math.expm1(x) / len(row) / len(rows) if kept else 0.0
-    near_the_ceiling = (exact.exp() - (1 - eps)).abs() < 1e-6  # may round to either side
-    assert loss.item() == pytest.approx(
-        total, rel=2e-3 if near_the_ceiling.any() else 1e-4, abs=1e-9
-    )
-    assert logprobs.grad is not None
-    got = torch.where(near_the_ceiling, 0.0, logprobs.grad.double())
-    torch.testing.assert_close(
-        got, torch.where(near_the_ceiling, 0.0, gradient), rtol=1e-4, atol=1e-12
-    )
-
-
-def test_a_gate_on_padding_has_no_effect() -> None:
-    logprobs = torch.tensor([[-0.5, -1.0, NAN], [-0.2, 0.0, -INF]], requires_grad=True)
-    mask = torch.tensor([[True, True, False], [True, False, False]])
-    opened = complementary_loss(logprobs, mask, torch.ones(2, 3, dtype=torch.bool), 1e-4)
-    assert opened.item() == complementary_loss(logprobs, mask, mask, 1e-4).item()
-    opened.backward()
-    assert logprobs.grad is not None
-    assert logprobs.grad[~mask].tolist() == [0.0, 0.0, 0.0]
-    assert (logprobs.grad[mask] > 0).all()
-
-
-def test_completion_mean_counts_all_tokens_of_a_completion() -> None:
-    values = torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 0.0, 0.0]])
-    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
-    gate = torch.tensor([[0, 1, 0, 0], [1, 1, 1, 1]])
-    assert completion_mean(values, mask, gate).item() == pytest.approx((2 / 4 + 11 / 2) / 2)
-
-
-def test_exact_without_complements_is_refused() -> None:
-    one = torch.ones(1, 1)
-    with pytest.raises(ValueError, match="complements"):
-        complementary_loss(-one, one, one, 1e-4, "exact")
-
-
-# --- policy loss
-
-log_ratios = st.floats(-1.0, 1.0)
-
-
-@given(
-    ragged(st.tuples(log_ratios, st.floats(-5, 0))),
-    st.floats(0.05, 0.5),
-    st.floats(0.05, 0.5),
-    st.data(),
-)
-def test_policy_loss_is_the_clipped_surrogate(
-    rows: list[list[tuple[float, float]]], clip_low: float, clip_high: float, data: st.DataObject
-) -> None:
-    advantages = [data.draw(st.floats(-3, 3)) for _ in rows]
-    gaps, mask = padded([[gap for gap, _ in row] for row in rows])
-    sampled, _ = padded([[old for _, old in row] for row in rows], filler=NAN)
-    current = torch.where(mask, sampled + gaps, INF).requires_grad_()
-    loss = policy_loss(
-        current, sampled, torch.tensor(advantages, dtype=torch.float64), mask, clip_low, clip_high
-    )
-    loss.backward()
-
-    total, number, gradient = 0.0, sum(map(len, rows)), torch.zeros_like(gaps)
-    edge = torch.zeros_like(mask)
-    for k, advantage in enumerate(advantages):
-        for t in range(len(rows[k])):
-            ratio = math.exp(current[k, t].item() - sampled[k, t].item())
-            within = min(max(ratio, 1 - clip_low), 1 + clip_high)
-            total -= min(ratio * advantage, within * advantage) / number
-            pushed = (advantage > 0 and ratio > 1 + clip_high) or (
-                advantage < 0 and ratio < 1 - clip_low
-            )
-            gradient[k, t] = 0.0 if pushed else -ratio * advantage / number
-            edge[k, t] = min(abs(ratio - 1 + clip_low), abs(ratio - 1 - clip_high)) < 1e-9
-    assert loss.item() == pytest.approx(total, rel=1e-9, abs=1e-9)
-    assert current.grad is not None
-    torch.testing.assert_close(
-        torch.where(edge, 0.0, current.grad), torch.where(edge, 0.0, gradient)
-    )
+        assert lr == options.unlearn_lr
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "expected"),
+    "variant",
     [
-        (1.0, 2.0, -2.0),
-        (1.5, 1.0, -1.3),  # a good token is not pushed past 1 + clip_high
-        (1.5, -1.0, 1.5),  # a bad one that grew counts in full
-        (0.5, 1.0, -0.5),  # a good one that shrank counts in full
-        (0.5, -1.0, 0.9),  # a bad one is not pushed past 1 − clip_low
+        {"gate": "never"},
+        {"gate": "token", "gate_threshold": 0.0},
+        {"gate": "step", "gate_threshold": 0.0},
+        {"gate": "always", "unlearn_on": "rewarded"},
+        {"gate": "token", "unlearn_on": "rewarded", "unlearn_lr": "auto"},
     ],
+    ids=variant_id,
 )
-def test_clipping_is_one_sided_and_asymmetrical(
-    ratio: float, advantage: float, expected: float
+def test_if_nothing_is_gated_theta_prime_stays_theta(
+    variant: dict[str, Any], build_eepo: Any, sample_stage1: Any, demo_prompts: list[Prompt]
 ) -> None:
-    current = torch.tensor([[math.log(ratio)]])
-    loss = policy_loss(
-        current, torch.zeros(1, 1), torch.tensor([advantage]), torch.ones(1, 1), 0.1, 0.3
+    algorithm = build_eepo(**variant)
+    rollout = sample_stage1(algorithm, demo_prompts[:3])
+    rollout.rewards = [[0.0] * len(group) for group in rollout.rewards]
+    metrics = StepMetrics()
+    algorithm.unlearn(rollout, metrics)
+    assert len(algorithm.engine.loads) == 1  # the sync
+    assert metrics.result()["gate_share"] == 0.0
+    for name, weight in algorithm.policy.named_weights():
+        assert torch.equal(algorithm.engine.model.get_parameter(name), weight)
+
+
+def test_a_bf16_engine_loads_the_fp32_step_rounded_once(
+    build_eepo: Any, sample_stage1: Any, demo_prompts: list[Prompt], plain_scores: Any
+) -> None:
+    algorithm = build_eepo(gate="always", dtype=torch.bfloat16, unlearn_lr=3e-3)
+    with torch.no_grad():
+        for weight in algorithm.policy.model.parameters():
+            weight.mul_(1.001)  # no longer bf16 numbers
+    rollout, metrics = sample_stage1(algorithm, demo_prompts[:4]), StepMetrics()
+    algorithm.unlearn(rollout, metrics)
+    model, options = algorithm.policy.model, algorithm.options
+    gradient, _, _ = reference_gradient(model, rollout, options, plain_scores)
+    num_equal = num_changed = num_weights = 0
+    for name, weight in algorithm.policy.named_weights():
+        loaded = algorithm.engine.loads[-1][name]
+        assert loaded.dtype == torch.bfloat16
+        expected = (weight.double() - 3e-3 * gradient[name]).float().to(torch.bfloat16)
+        num_equal += (loaded == expected).sum().item()
+        num_changed += (loaded != weight.to(torch.bfloat16)).sum().item()
+        num_weights += weight.numel()
+    assert num_equal / num_weights > 0.999
+    changed_share = metrics.result()["unlearn/weights_changed_share"]
+    assert changed_share == pytest.approx(num_changed / num_weights)
+
+
+@pytest.mark.parametrize(("saturation", "lr"), [("stop", 2e-2), ("exact", 3e-2)])
+def test_unlearning_makes_stage_1_less_likely_and_raises_the_entropy_of_stage_2(
+    saturation: str,
+    lr: float,
+    build_eepo: Any,
+    sample_stage1: Any,
+    sampling: Sampling,
+    demo_prompts: list[Prompt],
+) -> None:
+    algorithm = build_eepo(group_size=8, gate="always", unlearn_lr=lr, saturation=saturation)
+    rollout, metrics = sample_stage1(algorithm, demo_prompts), StepMetrics()
+    stage1_pairs = rollout.pairs(range(len(demo_prompts)))
+    algorithm.unlearn(rollout, metrics)
+    algorithm.sample(rollout, 2, sampling, metrics)
+
+    def mean_logprob(weights: Weights | None) -> float:
+        total = num_tokens = 0.0
+        with torch.no_grad():
+            for batch in algorithm.policy.micro_batches(stage1_pairs):
+                total += algorithm.policy.score(batch, 1.0, weights).logprobs.sum().item()
+                num_tokens += batch.mask.sum().item()
+        return total / num_tokens
+
+    assert mean_logprob(algorithm.engine.loads[-1]) < mean_logprob(None) - 0.05
+    first, second = (mean_entropy([c for c, _ in rollout.of_stage(stage)]) for stage in (1, 2))
+    assert second > 1.04 * first
+
+
+# --- measuring and logging have no side effects
+
+
+@pytest.mark.parametrize("unlearn_lr", [1e-2, "auto"])
+def test_stage_2_samples_from_theta_prime_even_if_the_probe_measures_nothing(
+    unlearn_lr: float | str,
+    build_eepo: Any,
+    sampling: Sampling,
+    demo_prompts: list[Prompt],
+    demo_model: Any,
+    plain_scores: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The KL of the fixed effect is the target, so the search ends at the rate it starts with."""
+    effect = Effect(loss_before=1.0, loss_after=0.5, kl=1e-3)
+    monkeypatch.setattr(Probe, "measure", lambda probe, weights: effect)
+    algorithm = build_eepo(gate="always", unlearn_lr=unlearn_lr, unlearn_kl_target=1e-3)
+    lr, metrics = algorithm.auto_lr if unlearn_lr == "auto" else unlearn_lr, StepMetrics()
+    rollout = algorithm.step(demo_prompts[:4], sampling, metrics)
+    assert metrics.result()["unlearn/lr"] == lr
+    assert metrics.result()["unlearn/kl"] == effect.kl
+
+    gradient, _, _ = reference_gradient(
+        demo_model, stage1_of(rollout), algorithm.options, plain_scores
     )
-    assert loss.item() == pytest.approx(expected)
+    theta_prime = algorithm.engine.loads[-1]
+    assert_moved(theta_prime, weights_of(demo_model), scaled(-lr, gradient))
+    engine = TransformersEngine(copy.deepcopy(demo_model), algorithm.engine.tokenizer)
+    engine.load_weights(theta_prime.items())
+    stage_2 = Sampling(1.0, 24, 1, "train/0", first_sample=2)
+    assert engine.generate(rollout.prompts, 2, stage_2) == [group[2:] for group in rollout.groups]
 
 
-@given(ragged(st.tuples(st.floats(-6, 0), st.floats(-6, 0))))
-def test_kl_penalty_is_k3(rows: list[list[tuple[float, float]]]) -> None:
-    current, mask = padded([[new for new, _ in row] for row in rows], filler=-INF)
-    reference, _ = padded([[old for _, old in row] for row in rows], filler=NAN)
-    current.requires_grad_()
-    loss = kl_penalty(current, reference, mask)
-    loss.backward()
-    gaps = [old - new for row in rows for new, old in row]
-    assert loss.item() == pytest.approx(
-        statistics.fmean(math.exp(gap) - 1 - gap for gap in gaps), rel=1e-9, abs=1e-12
+@pytest.mark.parametrize("unlearn_lr", [1e-2, "auto"])
+def test_metrics_that_record_nothing_change_neither_completions_nor_weights(
+    unlearn_lr: float | str,
+    build_eepo: Any,
+    sampling: Sampling,
+    demo_prompts: list[Prompt],
+    fingerprint: Any,
+) -> None:
+    results = []
+    for metrics in (StepMetrics(), MagicMock()):
+        algorithm = build_eepo(gate="always", unlearn_lr=unlearn_lr, mini_batch=2)
+        rollout = algorithm.step(demo_prompts[:4], sampling, metrics)
+        weights = fingerprint(list(algorithm.policy.model.parameters()))
+        loads = fingerprint(algorithm.engine.loads)
+        results.append((rollout.groups, rollout.advantages, weights, loads))
+    assert results[0] == results[1]
+
+
+# --- the step gate
+
+
+def stage1_with_entropy(prompt: Prompt, entropy: float) -> Rollout:
+    """Return stage 1 of one prompt, whose tokens all have this entropy."""
+    completions = [
+        Completion(ids, (-0.1,) * len(ids), "", True, (entropy,) * len(ids))
+        for ids in ((5, 6, 1), (7, 1))
+    ]
+    rollout = Rollout([prompt])
+    verdicts: Future[list[Verdict]] = Future()
+    verdicts.set_result([Verdict(1.0, "a"), Verdict(0.0, None)])
+    rollout.add_stage(1, [completions], verdicts)
+    return rollout
+
+
+def test_step_gate_follows_the_mean_entropy_of_the_last_steps(
+    build_eepo: Any, demo_prompts: list[Prompt]
+) -> None:
+    algorithm = build_eepo(gate="step", gate_window=2, gate_threshold=0.5)
+    algorithm.engine.loads = []
+    has_unlearned = []
+    for entropy in (0.9, 0.05, 0.9, 0.9, 0.3, 0.2, 0.9):
+        num_loads = len(algorithm.engine.loads)
+        metrics = StepMetrics()
+        algorithm.unlearn(stage1_with_entropy(demo_prompts[0], entropy), metrics)
+        has_unlearned.append(len(algorithm.engine.loads) > num_loads)
+        assert metrics.result()["gate_share"] == float(has_unlearned[-1])
+    # means: .9, .475, .475, .9, .6, .25, .55
+    assert has_unlearned == [False, True, True, False, False, True, False]
+    assert algorithm.gate.history == [0.2, 0.9]
+
+
+def test_one_step_of_low_entropy_opens_the_step_gate(
+    build_eepo: Any, demo_prompts: list[Prompt]
+) -> None:
+    algorithm = build_eepo(gate="step", gate_threshold=0.5)
+    algorithm.engine.loads = []
+    algorithm.unlearn(stage1_with_entropy(demo_prompts[0], 0.4), StepMetrics())
+    assert len(algorithm.engine.loads) == 1
+
+
+def test_step_gate_records_stage_1_only(
+    build_eepo: Any, sampling: Sampling, demo_prompts: list[Prompt]
+) -> None:
+    algorithm = build_eepo(gate="step", gate_threshold=0.0, num_stages=4)
+    algorithm.step(demo_prompts[:2], sampling, StepMetrics())
+    assert len(algorithm.gate.history) == 1
+
+
+# --- state
+
+
+def test_state_is_json_and_restores_the_next_step_bit_for_bit(
+    build_eepo: Any, sampling: Sampling, demo_prompts: list[Prompt], fingerprint: Any
+) -> None:
+    """The history opens the gate, and the last rate is where the search starts."""
+    knobs = {"gate": "step", "gate_window": 3, "unlearn_lr": "auto", "gate_threshold": 0.5}
+    saved, restored, new = (build_eepo(**knobs) for _ in range(3))
+    saved.gate.history = [0.1, 0.02]
+    saved.auto_lr, saved.unlearn_scale = 3e-3, 0.25
+    state = json.loads(json.dumps(saved.state()))
+    restored.load_state(state)
+    assert restored.state() == saved.state() == state
+    results = []
+    for algorithm in (saved, restored, new):
+        algorithm.step(demo_prompts[:4], sampling, StepMetrics())
+        weights = fingerprint(list(algorithm.policy.model.parameters()))
+        results.append((weights, algorithm.state()))
+    assert results[0] == results[1] != results[2]
+    assert state["gate_history"] == [0.1, 0.02]  # a loaded state is not shared
+
+
+# --- the update
+
+
+def test_ratios_are_1_in_stage_1_and_relative_to_theta_prime_in_stage_2(
+    build_eepo: Any,
+    sampling: Sampling,
+    demo_prompts: list[Prompt],
+    demo_model: Any,
+    plain_scores: Any,
+) -> None:
+    algorithm, metrics = build_eepo(gate="always", unlearn_lr=1e-2), StepMetrics()
+    rollout = algorithm.step(demo_prompts[:6], sampling, metrics)
+    row = metrics.result()
+    assert row["stage1/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
+    assert row["stage1/ratio_max"] == pytest.approx(1.0, abs=1e-4)
+    assert row["stage1/clip_share"] == 0.0
+    assert len(algorithm.engine.loads) == 2
+
+    theta_prime, gaps = copy.deepcopy(demo_model), []
+    theta_prime.load_state_dict(algorithm.engine.loads[-1], strict=False)
+    theta_prime.tie_weights()
+    with torch.no_grad():
+        for prompt, group in zip(rollout.prompts, rollout.groups, strict=True):
+            for completion, stage in zip(group, rollout.stages, strict=True):
+                policy = plain_scores(demo_model, prompt, completion).logprobs
+                sampled = policy
+                if stage == 2:
+                    sampled = plain_scores(theta_prime, prompt, completion).logprobs
+                    gaps.append(policy - sampled)
+                assert completion.logprobs == pytest.approx(sampled.tolist(), abs=1e-4)
+    gap = torch.cat(gaps)
+    assert gap.abs().max() > 0.3
+    assert row["stage2/ratio_mean"] == pytest.approx(gap.exp().mean().item(), rel=1e-3)
+    assert row["stage2/ratio_max"] == pytest.approx(gap.exp().max().item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("has_reference", [False, True])
+def test_the_update_is_grpo_on_both_stages(
+    has_reference: bool,
+    build_eepo: Any,
+    demo_prompts: list[Prompt],
+    demo_model: Any,
+    plain_scores: Any,
+) -> None:
+    """One step of plain SGD equals the whole objective by plain autograd in float64."""
+    reference = copy.deepcopy(demo_model)
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        for weight in reference.parameters():
+            weight.add_(0.02 * torch.randn_like(weight))
+    algorithm = build_eepo(
+        optimizer=lambda weights: torch.optim.SGD(weights, lr=1.0),
+        reference=Policy(copy.deepcopy(reference)) if has_reference else None,
+        max_grad_norm=1e9,
+        micro_batch_tokens=120,
+        gate="always",
+        unlearn_lr=1e-2,
+        temperature=0.9,
+        clip_low=0.1,
+        clip_high=0.3,
+        kl_coef=0.3,
+        entropy_coef=0.1,
     )
-    assert current.grad is not None
-    expected = torch.tensor([(1 - math.exp(gap)) / len(gaps) for gap in gaps], dtype=torch.float64)
-    torch.testing.assert_close(current.grad[mask], expected)
-    assert not current.grad[~mask].any()
+    metrics = StepMetrics()
+    rollout = algorithm.step(demo_prompts[:6], Sampling(0.9, 24, 1, "train/0"), metrics)
+    assert metrics.result()["stage2/clip_share"] > 0
+
+    policy, reference = copy.deepcopy(demo_model).double(), reference.double()
+    policy.zero_grad()
+    num_tokens = sum(len(completion.token_ids) for completion in rollout.completions())
+    groups = zip(rollout.prompts, rollout.groups, rollout.rewards, strict=True)
+    for prompt, group, rewards in groups:
+        mean = sum(rewards) / 4
+        std = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / 3)
+        for completion, reward in zip(group, rewards, strict=True):
+            advantage = (reward - mean) / (std + 1e-6)
+            scores = plain_scores(policy, prompt, completion, 0.9)
+            sampled = torch.tensor(completion.logprobs, dtype=torch.float64)
+            ratio = (scores.logprobs - sampled).exp()
+            surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.9, 1.3) * advantage)
+            objective = surrogate + 0.1 * scores.entropies
+            if has_reference:
+                with torch.no_grad():
+                    target = plain_scores(reference, prompt, completion, 0.9).logprobs
+                gap = target - scores.logprobs
+                objective = objective - 0.3 * (gap.exp() - 1 - gap)
+            (-objective.sum() / num_tokens).backward()
+    step = {name: -weight.grad for name, weight in policy.named_parameters()}
+    assert_moved(weights_of(algorithm.policy.model), weights_of(demo_model), step)
+    assert metrics.result()["grad_norm"] == pytest.approx(norm(step.values()), rel=1e-3)
 
 
-def test_k3_is_never_negative_and_estimates_the_kl() -> None:
-    generator = torch.Generator().manual_seed(0)
-    p, q = torch.tensor([0.7, 0.2, 0.1]).log(), torch.tensor([0.5, 0.2, 0.3]).log()
-    drawn = torch.multinomial(p.exp(), 40_000, replacement=True, generator=generator)
-    estimate = kl_penalty(p[drawn][None], q[drawn][None], torch.ones(1, 40_000))
-    assert estimate.item() == pytest.approx(((p - q) * p.exp()).sum().item(), rel=0.03)
+def test_each_mini_batch_is_an_optimizer_step_with_a_clipped_gradient(
+    build_eepo: Any, sampling: Sampling, demo_prompts: list[Prompt]
+) -> None:
+    algorithm = build_eepo(
+        mini_batch=2,
+        optimizer=lambda weights: torch.optim.SGD(weights, lr=1.0),
+        max_grad_norm=1e-3,
+        num_stages=1,
+    )
+    model = algorithm.policy.model
+    history = [weights_of(model)]
+    algorithm.optimizer.register_step_post_hook(lambda *_: history.append(weights_of(model)))
+    rollout = algorithm.step(demo_prompts[4:9], sampling, StepMetrics())
+    assert len(history) == 4  # 2 + 2 + 1 prompts
+    assert all(weight.grad is None for weight in model.parameters())
+    for number, (before, after) in enumerate(itertools.pairwise(history)):
+        distance = norm(after[name] - before[name] for name in before)
+        advantages = rollout.advantages[2 * number : 2 * number + 2]
+        if any(any(group) for group in advantages):
+            assert distance == pytest.approx(1e-3, rel=0.02)
 
 
-def test_token_mean_weighs_tokens_not_rows() -> None:
-    values = torch.tensor([[1.0, 2.0, 3.0], [10.0, NAN, INF]])
-    mask = torch.tensor([[True, True, True], [True, False, False]])
-    assert token_mean(values, mask).item() == 4.0
-    assert token_mean(values, torch.zeros(2, 3, dtype=torch.bool)).item() == 0.0
+@pytest.mark.parametrize("baseline", ["group", "stage"])
+def test_advantages_are_normalised_over_the_group_or_each_stage(
+    baseline: str, build_eepo: Any, sampling: Sampling, demo_prompts: list[Prompt]
+) -> None:
+    algorithm = build_eepo(advantage_baseline=baseline, group_size=8)
+    rollout = algorithm.step(demo_prompts[:6], sampling, StepMetrics())
+    assert len({tuple(group) for group in rollout.rewards}) > 3
+    size = 8 if baseline == "group" else 4
+    for rewards, advantages in zip(rollout.rewards, rollout.advantages, strict=True):
+        expected = []
+        for first in range(0, 8, size):
+            part = rewards[first : first + size]
+            mean = sum(part) / size
+            std = math.sqrt(sum((reward - mean) ** 2 for reward in part) / (size - 1))
+            expected += [(reward - mean) / (std + 1e-6) for reward in part]
+        assert advantages == pytest.approx(expected, abs=1e-5)
 
 
-# --- unlearned weights
+def test_stage2_negative_advantages_can_be_set_to_0(
+    build_eepo: Any, sampling: Sampling, demo_prompts: list[Prompt]
+) -> None:
+    default, positive_only = (
+        build_eepo(
+            group_size=8, gate="always", unlearn_lr=1e-3, stage2_negative_advantages=use_negative
+        ).step(demo_prompts[:6], sampling, StepMetrics())
+        for use_negative in (True, False)
+    )
+    assert default.rewards == positive_only.rewards
+    assert any(advantage < 0 for row in default.advantages for advantage in row[4:])
+    for before, after in zip(default.advantages, positive_only.advantages, strict=True):
+        assert after == [*before[:4], *(max(0.0, advantage) for advantage in before[4:])]
 
 
-def test_the_step_is_taken_in_fp32_and_then_rounded() -> None:
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(65536, generator=generator)
-    gradient = torch.randn(65536, generator=generator)
-    ((_, moved),) = unlearned_weights([("w", weight)], {"w": gradient}, 3e-3, torch.bfloat16)
-    in_bf16 = weight.bfloat16() - 3e-3 * gradient.bfloat16()
-    assert moved.dtype == torch.bfloat16
-    assert torch.equal(moved, (weight - 3e-3 * gradient).to(torch.bfloat16))
-    assert not torch.equal(moved, in_bf16)
-    step, arrived = -3e-3 * gradient, moved.float() - weight.bfloat16().float()
-    slope = (arrived * step).sum() / (step * step).sum()
-    assert slope.item() == pytest.approx(
-        1.0, abs=0.05
-    )  # rounding dithers: on average the step arrives whole
+@pytest.mark.parametrize("use_negative", [True, False])
+def test_failure_weight_scales_negative_advantages(
+    use_negative: bool, build_eepo: Any, sampling: Sampling, demo_prompts: list[Prompt]
+) -> None:
+    default, scaled_down = (
+        build_eepo(
+            group_size=8,
+            gate="always",
+            unlearn_lr=1e-3,
+            stage2_negative_advantages=use_negative,
+            failure_weight=weight,
+        ).step(demo_prompts[:6], sampling, StepMetrics())
+        for weight in (1, 0.25)
+    )
+    assert default.rewards == scaled_down.rewards
+    before = list(itertools.chain(*default.advantages))
+    after = list(itertools.chain(*scaled_down.advantages))
+    assert min(before) < 0 < max(before)
+    expected = [advantage if advantage > 0 else advantage / 4 for advantage in before]
+    assert after == pytest.approx(expected)
 
 
-def test_a_step_below_half_a_bf16_unit_still_moves_weights_near_a_border() -> None:
-    weight = torch.tensor(
-        [1.0 + 2**-8 - 2**-12, 1.0]
-    )  # the first lies just under the middle of two bf16 numbers
-    gradient = torch.tensor([-1.0, -1.0])
-    ((_, moved),) = unlearned_weights([("w", weight)], {"w": gradient}, 2**-10, torch.bfloat16)
-    assert moved.tolist() == [1.0 + 2**-7, 1.0]
-    assert (weight.bfloat16() - 2**-10 * gradient.bfloat16()).tolist() == [1.0, 1.0]  # swallowed
+# --- more stages, and the limit of GRPO
 
 
-def test_a_bf16_gradient_and_a_bf16_weight_still_step_in_fp32() -> None:
-    weight, gradient = torch.tensor([1.0]).bfloat16(), torch.tensor([1.0]).bfloat16()
-    ((_, moved),) = unlearned_weights([("w", weight)], {"w": gradient}, 1e-3, torch.float32)
-    assert moved.item() == pytest.approx(0.999, abs=1e-7)
+def test_each_of_four_stages_unlearns_all_completions_before_it(
+    build_eepo: Any,
+    sampling: Sampling,
+    demo_prompts: list[Prompt],
+    demo_model: Any,
+    plain_scores: Any,
+) -> None:
+    algorithm = build_eepo(group_size=8, num_stages=4, gate="always", unlearn_lr=1e-2)
+    metrics = StepMetrics()
+    rollout = algorithm.step(demo_prompts[:3], sampling, metrics)
+    assert rollout.stages == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert [len(group) for group in rollout.groups] == [8, 8, 8]
+    loads, theta = algorithm.engine.loads, weights_of(demo_model)
+    assert len(loads) == 4
+    assert all(torch.equal(loads[0][name], theta[name]) for name in theta)
+    for load, size in zip(loads[1:], (2, 4, 6), strict=True):
+        groups = [group[:size] for group in rollout.groups]
+        earlier = Rollout(rollout.prompts, groups, [rewards[:size] for rewards in rollout.rewards])
+        gradient, _, _ = reference_gradient(demo_model, earlier, algorithm.options, plain_scores)
+        assert_moved(load, theta, scaled(-1e-2, gradient))
+
+    engine = TransformersEngine(copy.deepcopy(demo_model), algorithm.engine.tokenizer)
+    engine.load_weights(loads[3].items())
+    # KL(θ ‖ θ′) is measured on stage 1 only: θ sampled it.
+    stage1_pairs = stage1_of(rollout).pairs(range(3))
+    with torch.no_grad():
+        after, before = (
+            torch.cat([plain_scores(model, *pair).logprobs for pair in stage1_pairs])
+            for model in (engine.model, demo_model)
+        )
+    gap = after - before
+    kl = (gap.exp() - 1 - gap).mean().item()
+    assert metrics.result()["unlearn/kl"] == pytest.approx(kl, rel=1e-2)
+    for stage, load in enumerate(loads, 1):
+        engine.load_weights(load.items())
+        first = 2 * (stage - 1)
+        groups = engine.generate(
+            rollout.prompts, 2, Sampling(1.0, 24, 1, "train/0", first_sample=first)
+        )
+        assert groups == [group[first : first + 2] for group in rollout.groups]
 
 
-def test_weights_without_gradient_pass_and_nothing_is_edited() -> None:
-    weights = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0])}
-    gradient = {"a": torch.tensor([10.0, -10.0])}
-    moved = dict(unlearned_weights(weights.items(), gradient, 0.1, torch.float32))
-    assert moved["a"].tolist() == [0.0, 3.0]
-    assert moved["b"].tolist() == [3.0]
-    assert list(moved) == ["a", "b"]
-    assert weights["a"].tolist() == [1.0, 2.0]
-    assert gradient["a"].tolist() == [10.0, -10.0]
+@pytest.mark.parametrize("shut", [{"gate": "never"}, {"gate": "token", "gate_threshold": 0.0}])
+def test_with_the_gate_shut_a_step_equals_grpo_bit_for_bit(
+    shut: dict[str, Any], build_eepo: Any, demo_prompts: list[Prompt], fingerprint: Any
+) -> None:
+    """Both sample 20 rows at a time, so that every matrix product has the same shape."""
+    trained, rollouts = [], []
+    for options in ({"num_stages": 2} | shut, {"num_stages": 1}):
+        algorithm = build_eepo(group_size=8, max_rows=20, **options)
+        for step in range(2):
+            prompts = demo_prompts[5 * step : 5 * step + 5]
+            at_step = Sampling(1.0, 24, 1, f"train/{step}")
+            rollouts.append(algorithm.step(prompts, at_step, StepMetrics()))
+        weights = list(algorithm.policy.model.parameters())
+        trained.append(fingerprint([weights, algorithm.optimizer.state_dict()]))
+    assert rollouts[0].groups == rollouts[2].groups
+    assert rollouts[1].groups == rollouts[3].groups
+    assert rollouts[1].advantages == rollouts[3].advantages
+    assert any(any(group) for group in rollouts[0].advantages)
+    assert trained[0] == trained[1]
 
 
-def test_weights_are_streamed_one_at_a_time() -> None:
-    taken: list[str] = []
-
-    def source() -> Iterator[tuple[str, Tensor]]:
-        for name in ("a", "b", "c"):
-            taken.append(name)
-            yield name, torch.ones(1)
-
-    stream = unlearned_weights(source(), {}, 0.1, torch.float32)
-    assert taken == []
-    for number, (name, _) in enumerate(stream, 1):
-        assert taken == ["a", "b", "c"][:number]
-        assert name == taken[-1]
-    assert list(itertools.islice(stream, 1)) == []
+def test_a_step_is_repeatable_bit_for_bit(
+    build_eepo: Any, sampling: Sampling, demo_prompts: list[Prompt], fingerprint: Any
+) -> None:
+    trained = []
+    for _ in range(2):
+        algorithm = build_eepo(gate="token")
+        algorithm.step(demo_prompts[:4], sampling, StepMetrics())
+        trained.append(fingerprint(list(algorithm.policy.model.parameters())))
+    assert trained[0] == trained[1]

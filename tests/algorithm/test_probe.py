@@ -1,31 +1,32 @@
-"""The probe measures what a step would do without doing it, and finds the step that does a given amount."""
+"""The probe measures what an unlearning step does, without changing the policy."""
 
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from eepo.algorithm import completion_mean
-from eepo.algorithm.probe import LR_BOUNDS, MAX_TRIES, Found, Probe, lr_above_floor, lr_for_kl
-from eepo.model.batching import MicroBatch
-from eepo.model.policy import Policy, Scores
+from eepo.algorithm import lr_for_kl
+from eepo.algorithm.probe import Effect, Probe, probe_rows, unlearn_gradient
+from eepo.algorithm.unlearning import UnlearnBatch
+from eepo.config import AlgorithmConfig
+from eepo.model.policy import Policy
 from eepo.rollout.transformers import TransformersEngine
 from eepo.types import Completion, Prompt, Sampling
 
 Pairs = list[tuple[Prompt, Completion]]
+Weights = dict[str, Tensor]
 
 
 @pytest.fixture(scope="module")
 def demo_pairs(demo_model: Any, tokenizer: Any, demo_prompts: list[Prompt]) -> Pairs:
     engine = TransformersEngine(copy.deepcopy(demo_model), tokenizer)
     groups = engine.generate(demo_prompts[:8], 3, Sampling(1.0, 24, stream="probe"))
-    return [(prompt, c) for prompt, group in zip(demo_prompts, groups, strict=False) for c in group]
+    prompts = demo_prompts[:8]
+    return [(prompt, c) for prompt, group in zip(prompts, groups, strict=True) for c in group]
 
 
 @pytest.fixture(scope="module")
@@ -33,179 +34,184 @@ def demo_policy(demo_model: Any) -> Policy:
     return Policy(copy.deepcopy(demo_model))
 
 
-def row_weight(row: int) -> float:
-    """Rows are told apart, so that a loss that looks at the wrong ones is seen."""
-    return 1.0 + row % 5
+def is_selected(row: int) -> bool:
+    """Leave some rows out of the loss, so that a loss over the wrong rows is noticed."""
+    return row % 5 != 3
 
 
-def loss_over(pairs: Pairs) -> Any:
-    """The mean over `pairs` of each completion's weighted mean log-probability: descending it forgets."""
-    weights = [row_weight(row) for row in range(len(pairs))]
-
-    def loss(batch: MicroBatch, scores: Scores) -> Tensor:
-        values = scores.logprobs * batch.pick(weights)[:, None]
-        return completion_mean(values, batch.mask, batch.mask) * len(batch.rows) / len(pairs)
-
-    return loss
+def unlearn_batch(pairs: Pairs, stage1_rows: list[int] | None = None, **knobs: Any) -> UnlearnBatch:
+    """Return a batch whose loss is the mean log-probability: descending it unlearns."""
+    rows = list(range(len(pairs)))
+    options = AlgorithmConfig(**{"gate": "always", "unlearn_loss": "nll"} | knobs)
+    selected = [is_selected(row) for row in rows]
+    return UnlearnBatch(pairs, rows, selected, stage1_rows or rows, options)
 
 
 @pytest.fixture(scope="module")
-def gradient(demo_policy: Policy, demo_pairs: Pairs) -> dict[str, Tensor]:
-    return demo_policy.gradient(demo_pairs, 1.0, loss_over(demo_pairs))
+def gradient(demo_policy: Policy, demo_pairs: Pairs) -> Weights:
+    batch = unlearn_batch(demo_pairs)
+    gradient, num_gated = unlearn_gradient(demo_policy, batch, Probe(demo_policy, batch))
+    lengths = [len(c.token_ids) for row, (_, c) in enumerate(demo_pairs) if is_selected(row)]
+    assert int(num_gated) == sum(lengths)
+    return gradient
 
 
-class Counting:
-    """KL of a rate, and how often it was asked for."""
+def moved_weights(policy: Policy, gradient: Weights, lr: float) -> Weights:
+    return {name: weight - lr * gradient[name] for name, weight in policy.named_weights()}
 
-    def __init__(self, kl_of: Callable[[float], float]) -> None:
-        self.kl_of, self.rates = kl_of, list[float]()
 
-    def __call__(self, lr: float) -> float:
-        self.rates.append(lr)
-        return self.kl_of(lr)
+def moved_model(policy: Policy, gradient: Weights, lr: float) -> Any:
+    model = copy.deepcopy(policy.model)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.sub_(lr * gradient[name])
+    return model
 
 
 def plain_kl(model: Any, moved: Any, pairs: Pairs, plain_scores: Any) -> float:
-    """k3 on what was sampled, in float64, one row after another."""
+    """Average k3 over all tokens in float64, one row at a time."""
     with torch.no_grad():
-        gaps = torch.cat(
-            [
-                plain_scores(moved, *pair).logprobs - plain_scores(model, *pair).logprobs
-                for pair in pairs
-            ]
+        after, before = (
+            torch.cat([plain_scores(scorer, *pair).logprobs for pair in pairs])
+            for scorer in (moved, model)
         )
+    gaps = after - before
     return (gaps.exp() - 1 - gaps).mean().item()
 
 
-def stepped(model: Any, gradient: dict[str, Tensor], lr: float) -> Any:
-    moved = copy.deepcopy(model)
-    with torch.no_grad():
-        for name, weight in moved.named_parameters():
-            weight.sub_(lr * gradient[name])
-    return moved
-
-
 @pytest.mark.parametrize(("target", "start"), [(1e-3, 1e-3), (1e-2, 1e-1), (1e-4, 1e-1)])
-def test_the_rate_found_meets_its_kl(
+def test_the_rate_of_the_search_meets_the_kl_target(
     target: float,
     start: float,
     demo_policy: Policy,
     demo_pairs: Pairs,
-    gradient: dict[str, Tensor],
+    gradient: Weights,
     plain_scores: Any,
 ) -> None:
-    rows = list(range(len(demo_pairs)))
-    probe = Probe(demo_policy, demo_pairs, rows, 64, 1.0, loss_over(demo_pairs))
-    kl_of = Counting(lambda lr: probe.measure(gradient, lr).kl)
+    probe = Probe(demo_policy, unlearn_batch(demo_pairs))
+    tries: list[float] = []
+
+    def kl_of(lr: float) -> float:
+        tries.append(lr)
+        return probe.measure(moved_weights(demo_policy, gradient, lr)).kl
+
     lr = lr_for_kl(kl_of, target, start)
-    kl = plain_kl(
-        demo_policy.model, stepped(demo_policy.model, gradient, lr), demo_pairs, plain_scores
-    )
+    moved = moved_model(demo_policy, gradient, lr)
+    kl = plain_kl(demo_policy.model, moved, demo_pairs, plain_scores)
     assert kl == pytest.approx(target, rel=0.15)
-    assert len(kl_of.rates) > 1
-    kl_of.rates.clear()
+    assert len(tries) > 1
+    tries.clear()
     assert lr_for_kl(kl_of, target, lr) == lr
-    assert kl_of.rates == [lr]  # its own answer is good enough: one look
+    assert tries == [lr]  # the last answer is good enough, so one try suffices
 
 
-def test_an_effect_is_measured_as_a_plain_pass_would(
+def test_an_effect_equals_a_plain_pass_and_the_policy_stays_unchanged(
     demo_policy: Policy,
     demo_pairs: Pairs,
-    gradient: dict[str, Tensor],
+    gradient: Weights,
     plain_scores: Any,
     fingerprint: Any,
 ) -> None:
-    before = fingerprint([(weight, weight.grad) for weight in demo_policy.model.parameters()])
-    rows = list(range(0, len(demo_pairs), 2))
-    effect = Probe(demo_policy, demo_pairs, rows, 6, 1.0, loss_over(demo_pairs)).measure(
-        gradient, 3e-3
-    )
-    assert (
-        fingerprint([(weight, weight.grad) for weight in demo_policy.model.parameters()]) == before
-    )
+    def policy_state() -> str:
+        return fingerprint([(weight, weight.grad) for weight in demo_policy.model.parameters()])
 
-    kept = [rows[0], *rows[1::3]]  # at most 6 of 12: the first quarter, then evenly spread
-    chosen = [demo_pairs[row] for row in kept]
-    moved = stepped(demo_policy.model, gradient, 3e-3)
-    assert effect.kl == pytest.approx(
-        plain_kl(demo_policy.model, moved, chosen, plain_scores), rel=1e-2
-    )
+    before = policy_state()
+    stage1_rows = list(range(0, len(demo_pairs), 2))
+    batch = unlearn_batch(demo_pairs, stage1_rows, probe_completions=6)
+    effect = Probe(demo_policy, batch).measure(moved_weights(demo_policy, gradient, 3e-3))
+    assert policy_state() == before
+
+    probed = [stage1_rows[0], *stage1_rows[1::3]]  # 6 // 4 from the start, the others spread
+    moved = moved_model(demo_policy, gradient, 3e-3)
+    probed_pairs = [demo_pairs[row] for row in probed]
+    kl = plain_kl(demo_policy.model, moved, probed_pairs, plain_scores)
+    assert effect.kl == pytest.approx(kl, rel=1e-2)
+    assert 0 < sum(map(is_selected, probed)) < len(probed)
     with torch.no_grad():
-        for model, got in ((demo_policy.model, effect.loss_before), (moved, effect.loss_after)):
+        for model, loss in ((demo_policy.model, effect.loss_before), (moved, effect.loss_after)):
             means = [
-                plain_scores(model, *demo_pairs[row]).logprobs.mean().item() * row_weight(row)
-                for row in kept
+                plain_scores(model, *demo_pairs[row]).logprobs.mean().item()
+                for row in probed
+                if is_selected(row)
             ]
-            assert got == pytest.approx(sum(means) / len(means), rel=1e-3)
-        whole = {row: plain_scores(moved, *demo_pairs[row]).logprobs.sum().item() for row in kept}
-    assert effect.logprobs_after == pytest.approx(whole, rel=1e-3)
+            assert loss == pytest.approx(sum(means) / len(probed), rel=1e-3)
+        totals = {
+            row: plain_scores(moved, *demo_pairs[row]).logprobs.sum().item() for row in probed
+        }
+    assert effect.logprobs_after == pytest.approx(totals, rel=1e-3)
     assert effect.loss_after < effect.loss_before
 
 
-def test_no_step_has_no_effect(
-    demo_policy: Policy, demo_pairs: Pairs, gradient: dict[str, Tensor]
+def test_equal_weights_have_no_effect(demo_policy: Policy, demo_pairs: Pairs) -> None:
+    probe = Probe(demo_policy, unlearn_batch(demo_pairs, [0, 5]))
+    effect = probe.measure(dict(demo_policy.named_weights()))
+    assert effect.kl == 0.0
+    assert effect.loss_after == effect.loss_before
+
+
+def test_rows_that_are_not_unlearned_still_count_for_the_kl(
+    demo_policy: Policy, demo_pairs: Pairs, gradient: Weights
 ) -> None:
-    probe = Probe(demo_policy, demo_pairs, [0, 5], 64, 1.0, loss_over(demo_pairs))
-    for effect in (probe.measure(gradient, 0.0), probe.measure({}, 1.0)):
-        assert effect.kl == 0.0
-        assert effect.loss_after == effect.loss_before
+    weights, rows = moved_weights(demo_policy, gradient, 3e-3), list(range(6))
+    options = AlgorithmConfig(gate="always", unlearn_loss="nll")
+
+    def measure(flag: bool) -> Effect:
+        batch = UnlearnBatch(demo_pairs, rows, [flag] * len(demo_pairs), rows, options)
+        return Probe(demo_policy, batch).measure(weights)
+
+    nothing, everything = measure(False), measure(True)
+    assert nothing.kl == everything.kl > 0
+    assert nothing.loss_before == nothing.loss_after == 0.0
+    assert everything.loss_before < 0
 
 
-def test_rows_without_loss_still_count_for_the_kl(
-    demo_policy: Policy, demo_pairs: Pairs, gradient: dict[str, Tensor]
+@pytest.mark.parametrize(
+    ("num_rows", "most", "expected"),
+    [
+        (3, 64, [0, 1, 2]),
+        (12, 6, [0, 1, 4, 7, 10]),
+        (8, 4, [0, 1, 4, 7]),
+        (16, 8, [0, 1, 2, 5, 8, 11, 14]),
+        (5, 1, [0]),
+    ],
+)
+def test_a_quarter_of_the_probed_rows_is_from_the_start_and_the_others_are_spread(
+    num_rows: int, most: int, expected: list[int]
 ) -> None:
-    rows = list(range(6))
-    silent = Probe(demo_policy, demo_pairs, rows, 64, 1.0, lambda batch, scores: None).measure(
-        gradient, 3e-3
-    )
-    heard = Probe(demo_policy, demo_pairs, rows, 64, 1.0, loss_over(demo_pairs)).measure(
-        gradient, 3e-3
-    )
-    assert silent.kl == heard.kl > 0
-    assert silent.loss_before == silent.loss_after == 0.0
+    assert probe_rows(range(num_rows), most) == expected
+    assert len(expected) <= most
 
 
-@pytest.mark.parametrize("start", [1e-6, 1e-3, 1.0])
-def test_few_looks_suffice_where_kl_grows_as_the_square(start: float) -> None:
-    kl_of = Counting(lambda lr: 40 * lr**2)
-    lr = lr_for_kl(kl_of, 1e-3, start)
-    assert lr == pytest.approx(math.sqrt(1e-3 / 40), rel=0.06)
-    assert len(kl_of.rates) <= MAX_TRIES
+def test_recorded_scores_equal_those_computed_by_the_probe(
+    demo_model: Any, demo_pairs: Pairs, gradient: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradient pass records some of the probed rows. The probe scores only the others."""
+    policy, stage1_rows = Policy(copy.deepcopy(demo_model), 150), [0, 2, 3, 7, 10]
+    batch = unlearn_batch(demo_pairs[:12], stage1_rows)
+    recording, fresh = Probe(policy, batch), Probe(policy, batch)
+    assert sorted(fresh.rows) == stage1_rows
+    unlearn_gradient(policy, batch, recording)
+    scored: list[int] = []
+    score = policy.score
 
+    def counting_score(batch: Any, *others: Any) -> Any:
+        scored.extend(batch.rows)
+        return score(batch, *others)
 
-@pytest.mark.parametrize("power", [1, 3, 4, 6])
-def test_a_kl_that_grows_faster_or_slower_than_the_square_is_met_too(power: int) -> None:
-    """On a trained policy the fourth power and more were measured."""
-    lr = lr_for_kl(lambda lr: (100 * lr) ** power, 1e-3, 3e-3)
-    assert (100 * lr) ** power == pytest.approx(1e-3, rel=0.15)
-
-
-def test_a_step_that_blows_up_is_made_smaller() -> None:
-    lr = lr_for_kl(
-        lambda lr: math.nan if lr > 0.5 else math.inf if lr > 0.05 else 40 * lr**2, 1e-3, 3.0
-    )
-    assert lr == pytest.approx(math.sqrt(1e-3 / 40), rel=0.06)
-
-
-def test_a_step_without_effect_grows_within_bounds() -> None:
-    kl_of = Counting(lambda lr: 0.0)
-    assert 1e-3 < lr_for_kl(kl_of, 1e-3, 1e-3) <= LR_BOUNDS[1]
-    assert len(kl_of.rates) == MAX_TRIES
-    assert lr_for_kl(lambda lr: math.nan, 1e-3, 1e-8) == LR_BOUNDS[0]
-
-
-def test_what_rounding_adds_to_every_kl_is_not_taken_for_the_steps() -> None:
-    """4 η² is the step's own, and .0015 comes with any step: the default target lies below that."""
-    found = lr_above_floor(lambda lr: 4 * lr**2 + 1.5e-3, 1e-3, 1e-2, rounds=True)
-    assert found.lr == pytest.approx((1e-3 / 4) ** 0.5, rel=0.06)
-    assert (found.kl, found.floor) == (
-        pytest.approx(1e-3, rel=0.11),
-        pytest.approx(1.5e-3, rel=0.01),
-    )
-    exact = lr_above_floor(lambda lr: 4 * lr**2, 1e-3, 1e-2, rounds=False)
-    assert (exact.lr, exact.floor) == (pytest.approx((1e-3 / 4) ** 0.5, rel=0.06), 0)
-
-
-@pytest.mark.parametrize("rounds", [True, False])
-def test_where_no_rate_moves_anything_the_search_begins_where_it_began(rounds: bool) -> None:
-    assert lr_above_floor(lambda lr: 0.0, 1e-3, 1e-2, rounds) == Found(1e-2, 0.0, 0.0)
+    monkeypatch.setattr(policy, "score", counting_score)
+    with torch.no_grad():
+        recorded, computed = recording.before, fresh.before
+    assert not is_selected(3)
+    assert sorted(scored) == sorted([3, *stage1_rows])
+    for (batch_a, scores_a), (batch_b, scores_b) in zip(recorded, computed, strict=True):
+        assert batch_a.rows == batch_b.rows
+        for column_a, column_b in zip(
+            vars(scores_a).values(), vars(scores_b).values(), strict=True
+        ):
+            assert not column_a.requires_grad
+            torch.testing.assert_close(column_a, column_b, rtol=1e-5, atol=1e-5)
+    weights = moved_weights(policy, gradient, 1e-2)
+    actual, expected = recording.measure(weights), fresh.measure(weights)
+    assert actual.kl == pytest.approx(expected.kl, rel=1e-3)
+    assert actual.loss_before == pytest.approx(expected.loss_before, rel=1e-5)
+    assert actual.logprobs_after == pytest.approx(expected.logprobs_after, rel=1e-5)
