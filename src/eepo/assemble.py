@@ -25,12 +25,19 @@ from eepo.config import (
     TrainingConfig,
     WarmupConfig,
 )
-from eepo.evaluation.benchmark_run import BenchmarkEvaluation, BenchmarkOptions, weights_digest
+from eepo.evaluation.benchmark_run import BenchmarkEvaluation, weights_digest
 from eepo.evaluation.evaluate import Evaluator
-from eepo.evaluation.sets import PromptSet, load_sets, pick_template, prompt_sets, run_tables
+from eepo.evaluation.options import BenchmarkOptions
+from eepo.evaluation.sets import (
+    PromptSet,
+    load_problems,
+    make_prompt_sets,
+    pick_template,
+    read_run_recipe,
+)
 from eepo.evaluation.store import Store
 from eepo.model import loading, memory
-from eepo.model.compilation import compile_layers, wants_compiling
+from eepo.model.compilation import compile_layers, should_compile_layers
 from eepo.model.optimizers import build_optimizer
 from eepo.model.policy import Policy
 from eepo.protocols import RolloutEngine, Task
@@ -43,10 +50,9 @@ from eepo.runs.checkpoint import Checkpointer
 from eepo.runs.loggers import build_logger, check_logger
 from eepo.runs.progress import Progress
 from eepo.runs.runlog import RunLog, resume_command
-from eepo.tasks import build_task
-from eepo.tasks.countdown import build_tokenizer
+from eepo.tasks import build_task, build_tokenizer
 from eepo.trainer import Trainer
-from eepo.types import Prompt, Sampling, UserError
+from eepo.types import Prompt, UserError
 from eepo.warmup import Warmup
 
 # Knobs that may change when a run is resumed. Those of [model] and [rollout] concern memory and
@@ -83,7 +89,7 @@ def build_trainer(config: RunConfig, out: Path, resume: bool, progress: Progress
     task = _task(config.task, tokenizer, config.training.seed, progress)
     limit = config.algorithm.max_new_tokens
     check_length(model, _prompts(task, config), "algorithm.max_new_tokens =", limit)
-    if mismatch := loading.two_types(config, device):
+    if mismatch := loading.dtype_mismatch(config, device):
         progress.say(f"note: {mismatch}; use the same rollout.dtype and model.compute_dtype")
     keep = _cache_bytes(model, config, free) if free and device.type == "cuda" else None
     # The engine copies the model before the policy replaces its attention.
@@ -128,7 +134,7 @@ def build_warmup(config: WarmupConfig, out: Path, resume: bool, progress: Progre
     start = find_start(config, out, resume)
     device = loading.pick_device(config.model.device)
     scratch = config.model.path == "scratch"
-    tokenizer = build_tokenizer() if scratch else loading.load_tokenizer(config.model)
+    tokenizer = build_tokenizer(config.task) if scratch else loading.load_tokenizer(config.model)
     if start:
         model = _model_at(config.model, start, device)
     elif scratch:
@@ -160,18 +166,18 @@ def build_evaluation(
 
     User errors are raised before the weights are loaded.
     """
-    problems = load_sets(options.benchmarks, options.data_dir, options.limit)
-    tables = run_tables(options.model)
-    template = pick_template(options.template, tables)
-    stop = tables.get("rollout", {}).get("stop", "")
+    problems = load_problems(options.benchmarks, options.data_dir, options.limit)
+    run_recipe = read_run_recipe(options.model)
+    template = pick_template(options.template, run_recipe)
+    stop = run_recipe.get("rollout", {}).get("stop", "")
     where = ModelConfig(options.model, options.revision, options.trust_remote_code, options.device)
     device, tokenizer = loading.pick_device(where.device), loading.load_tokenizer(where)
-    if tokenizer.chat_template and options.template is None and not tables:
+    if tokenizer.chat_template and options.template is None and not run_recipe:
         progress.say(
             f'prompts use the template "{template}"; the model also has a chat template, which '
             "--template chat selects"
         )
-    sets = prompt_sets(problems, template, tokenizer, options.max_prompt_tokens)
+    sets = make_prompt_sets(problems, template, tokenizer, options.max_prompt_tokens)
     dtype = loading.pick_dtype("auto", device)
     store, reward = Store(out), build_grader(RewardConfig(name=options.reward))
     settings = _evaluation_settings(options, sets)
@@ -182,7 +188,7 @@ def build_evaluation(
     check_length(model, prompts, "--max-new-tokens", options.max_new_tokens)
     store.open(settings | {"weights": weights_digest(model)}, _describe(device))
     engine = builtin_engine(model, tokenizer, options.max_rows, stop)
-    sampling = Sampling(options.temperature, options.max_new_tokens, options.seed)
+    sampling = options.sampling
     return BenchmarkEvaluation(
         engine, reward, sets, store, options.num_samples, sampling, options.max_rows, progress
     )
@@ -201,7 +207,7 @@ def _evaluation_settings(options: BenchmarkOptions, sets: list[PromptSet]) -> di
     )
     return {
         **{name: getattr(options, name) for name in names},
-        "temperature": options.temperature if options.num_samples else None,
+        "temperature": options.sampling.temperature if options.num_samples else None,
         "seed": options.seed if options.num_samples else None,
         "path": loading.resolve(options.model),
         "benchmarks": {prompt_set.name: prompt_set.settings() for prompt_set in sets},
@@ -237,7 +243,8 @@ def find_start(
         return None
     if not resume:
         raise UserError(
-            f"--out {out} already contains a run; add --resume to continue it, or use another folder"
+            f"--out {out} already contains a run; add --resume to continue it, or use another "
+            "folder"
         )
     _check_same(config, recipe_file, advice or _advice(config, out))
     return checkpoint.latest(out / "checkpoints")
@@ -330,7 +337,7 @@ def _model_at(config: ModelConfig, folder: Path, device: torch.device) -> Any:
 def _policy(model: Any, config: ModelConfig, dtype: torch.dtype | None = None) -> Policy:
     compute = loading.pick_dtype(config.compute_dtype, model.device)
     policy = Policy(model, config.micro_batch_tokens, config.head_tokens, compute, dtype)
-    if wants_compiling(model, config.compile):
+    if should_compile_layers(model, config.compile):
         compile_layers(model)
     return policy
 

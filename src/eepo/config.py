@@ -39,7 +39,7 @@ class ModelConfig:
 
     path: str = knob(
         "builtin:countdown",
-        "A folder, a run, a hub name, `builtin:countdown` or `package:smollm2`.",
+        "A folder, a run, a hub name, builtin:countdown, builtin:shortcut or package:smollm2.",
     )
     revision: str = knob("main", "Revision of a hub model.")
     trust_remote_code: bool = knob(False, "Run Python code that comes with the model.")
@@ -92,6 +92,35 @@ class SumsConfig:
 
 
 @dataclass(frozen=True)
+class ShortcutConfig:
+    """Digits to add modulo 10: guess the answer, or compute it with running sums.
+
+    The probabilities describe the policy that a warm start creates. Training does not use them.
+    """
+
+    name: Literal["shortcut"] = "shortcut"
+    num_digits: int = knob(8, "Digits per problem.", least=2, most=32)
+    style: Literal["symbols", "words"] = knob(
+        "symbols", "symbols: for a policy from scratch. words: for a pretrained model."
+    )
+    rare_strategy: Literal["compute", "parity"] = knob(
+        "compute", "compute: always right. parity: right 20 % of the time."
+    )
+    rare_probability: float = knob(
+        1e-5, "Probability that the policy starts with the rare strategy (p).", above=0, most=0.5
+    )
+    dead_end_probability: float = knob(
+        0.0, "Probability of a strategy that is always wrong.", least=0, most=0.4
+    )
+    other_probability: float = knob(
+        0.0, "Probability of all other first tokens together. 0: p / 10.", least=0, most=0.1
+    )
+    num_train: int = knob(0, "Size of the training set. 0: a new problem every time.", least=0)
+    num_evaluation: int = knob(200, "Problems in the evaluation set.", least=1)
+    seed: int = knob(0, "Seed of the problem sets.", least=0)
+
+
+@dataclass(frozen=True)
 class DatasetConfig:
     """Problems with answers: .jsonl, .json or .parquet files, or hub data sets."""
 
@@ -129,7 +158,7 @@ class ReasoningGymConfig:
     seed: int = knob(0, "Seed of the problems.", least=0)
 
 
-TaskConfig = CountdownConfig | SumsConfig | DatasetConfig | ReasoningGymConfig
+TaskConfig = CountdownConfig | SumsConfig | ShortcutConfig | DatasetConfig | ReasoningGymConfig
 
 
 @dataclass(frozen=True)
@@ -138,7 +167,8 @@ class RewardConfig:
 
     name: str = knob(
         "auto",
-        "auto: the task's grader. Or math, exact, countdown, reasoning_gym, module:function.",
+        "auto: the task's grader. Or math, exact, countdown, shortcut, reasoning_gym or "
+        "module:function.",
     )
     num_workers: int = knob(0, "Grading processes. 0: one per core, at most 8.", least=0, most=256)
     cpu_seconds: float = knob(

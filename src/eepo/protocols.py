@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from eepo.types import Completion, Prompt, Sampling, Verdict
+from eepo.types import Completion, Demonstration, Prompt, Sampling, Verdict
 
 if TYPE_CHECKING:  # graders import this module and must start without torch
     import torch
@@ -59,6 +59,6 @@ class Task(Protocol):
         """Return named sets that are disjoint from the training prompts."""
         ...
 
-    def demonstrations(self, first: int, count: int) -> list[tuple[Prompt, str]]:
-        """Return prompts with a rewarded completion, for a supervised warm start."""
+    def demonstrations(self, first: int, count: int) -> list[Demonstration]:
+        """Return prompts with completions to imitate, for a supervised warm start."""
         ...

@@ -219,8 +219,8 @@ def _unknown(
     source: str, knob: str, value: Any, allowed: typing.Iterable[str], known: typing.Sequence[str]
 ) -> UserError:
     others = [name for name in known if name != knob]
-    renamed = RENAMED.get(knob)
-    guess = _guess([renamed] if renamed in known else _closest(knob, others, "."))
+    new_name = RENAMED.get(knob, "")
+    guess = _guess([new_name] if new_name in known else _closest(knob, others, "."))
     return UserError(
         f"{source}: unknown key {knob} = {_short(value)}; {guess}allowed: {', '.join(allowed)}"
     )

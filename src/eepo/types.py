@@ -57,11 +57,23 @@ class Verdict:
     reward: float
     answer: str | None  # the extracted answer, equal for equal answers; None: no answer found
     reason: str = ""  # a few words: what matched, or why it did not
+    label: str = ""  # a kind of completion, such as its strategy; shares of labels are logged
 
     @property
     def correct(self) -> bool:
         """True for full reward. A partial reward does not count as accuracy."""
         return self.reward >= 1
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A prompt with a completion to imitate, for a supervised warm start."""
+
+    prompt: Prompt
+    text: str
+    # The probability that the policy should give to the first token of `text`.
+    # None: maximise its likelihood, as for all other tokens.
+    first_token_probability: float | None = None
 
 
 @dataclass(frozen=True)

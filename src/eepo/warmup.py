@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from eepo.config import SupervisedConfig, WarmupConfig
 from eepo.evaluation.evaluate import Evaluator
-from eepo.model.policy import Policy
+from eepo.model.policy import Policy, Scores
 from eepo.protocols import Task
 from eepo.runs.checkpoint import Checkpointer
 from eepo.runs.progress import Progress
@@ -25,6 +26,8 @@ from eepo.runs.runlog import EVALUATIONS, METRICS, RunLog
 from eepo.types import Completion, Prompt, Sampling
 
 Pairs = list[tuple[Prompt, Completion]]
+FirstTokens = list[float | None]  # per pair: the probability that the first token should have
+FIRST_TOKEN_WEIGHT = 0.3  # of the first token's loss against the mean loss of a token
 
 
 @dataclass
@@ -48,8 +51,8 @@ class Warmup:
         batches = _Demonstrations(self.task, self.checkpointer.tokenizer, settings, self.step)
         loader = DataLoader(batches, batch_size=None, num_workers=settings.num_workers)
         with self.progress.bar(f"warm up {self.config.name}", settings.num_steps, self.step) as bar:
-            for pairs in loader:
-                row = self._one_step(pairs)
+            for pairs, first_tokens in loader:
+                row = self._one_step(pairs, first_tokens)
                 self.log.append(METRICS, row)
                 bar.advance(note=f"loss {row['loss']:.4f}")
                 if self._checkpoint_due():
@@ -57,6 +60,8 @@ class Warmup:
         final = self.log.folder / "final"
         if not final.exists():  # it exists if a finished warm start is resumed
             self._evaluate()
+            for line in describe_policy(self.task, self.policy, self.evaluator):
+                self.progress.say(line)
             self.policy.model.to(getattr(torch, settings.save_dtype))
             self.checkpointer.save_final(final)
         return final
@@ -67,7 +72,7 @@ class Warmup:
         every = settings.checkpoint_every
         return self.step == settings.num_steps or (every > 0 and self.step % every == 0)
 
-    def _one_step(self, pairs: Pairs) -> dict[str, float]:
+    def _one_step(self, pairs: Pairs, first_tokens: FirstTokens) -> dict[str, float]:
         started = time.perf_counter()
         settings = self.config.supervised
         lr = learning_rate(self.step, settings)
@@ -76,7 +81,15 @@ class Warmup:
         num_tokens = sum(len(completion.token_ids) for _, completion in pairs)
         total = torch.zeros((), device=self.policy.device)
         for batch in self.policy.micro_batches(pairs):
-            loss = -self.policy.score(batch, temperature=1.0).logprobs.sum() / num_tokens
+            scores = self.policy.score(batch, temperature=1.0)
+            has_target = batch.pick([target is not None for target in first_tokens]).bool()
+            logprobs = scores.logprobs.clone()
+            logprobs[:, 0] = torch.where(has_target, 0.0, logprobs[:, 0])
+            loss = -logprobs.sum() / num_tokens
+            if has_target.any():
+                targets = batch.pick([target or 1.0 for target in first_tokens])
+                errors = torch.where(has_target, first_token_loss(scores, targets), 0.0)
+                loss = loss + FIRST_TOKEN_WEIGHT * errors.sum() / len(pairs)
             loss.backward()
             total += loss.detach()
         weights = self.policy.model.parameters()
@@ -121,7 +134,28 @@ def learning_rate(step: int, settings: SupervisedConfig) -> float:
     return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 
-class _Demonstrations(Dataset[Pairs]):
+def first_token_loss(scores: Scores, targets: Tensor) -> Tensor:  # [B] -> [B]
+    """Pull the probability of the first token to `targets`, on a log scale.
+
+    Maximum likelihood would need millions of demonstrations for a probability of 1e-5. Above 0.5,
+    compare log(1 − p) instead of log p: it is what the other tokens share.
+    """
+    logprobs, complements = scores.logprobs[:, 0], scores.complements
+    if complements is None:
+        raise ValueError("the policy gives no log(1 − p)")
+    likely = targets > 0.5
+    actual = torch.where(likely, complements[:, 0], logprobs)
+    wanted = torch.where(likely, torch.log1p(-targets.clamp(max=1 - 1e-7)), targets.log())
+    return torch.nn.functional.smooth_l1_loss(actual, wanted, reduction="none")
+
+
+def describe_policy(task: Task, policy: Policy, evaluator: Evaluator) -> list[str]:
+    """Return what a task has to say about the policy that it was taught, if anything."""
+    describe = getattr(task, "describe_policy", None)
+    return describe(policy, evaluator.engine, evaluator.reward) if describe else []
+
+
+class _Demonstrations(Dataset[tuple[Pairs, FirstTokens]]):
     """Maps a batch number to its demonstrations. Worker processes can generate them."""
 
     def __init__(self, task: Task, tokenizer: Any, settings: SupervisedConfig, first: int) -> None:
@@ -131,12 +165,13 @@ class _Demonstrations(Dataset[Pairs]):
     def __len__(self) -> int:
         return self.last - self.first
 
-    def __getitem__(self, index: int) -> Pairs:
+    def __getitem__(self, index: int) -> tuple[Pairs, FirstTokens]:
         if index >= len(self):
             raise IndexError
         start = (self.first + index) * self.batch_size
         demonstrations = self.task.demonstrations(start, self.batch_size)
-        return [(prompt, self._completion(text)) for prompt, text in demonstrations]
+        pairs = [(each.prompt, self._completion(each.text)) for each in demonstrations]
+        return pairs, [each.first_token_probability for each in demonstrations]
 
     def _completion(self, text: str) -> Completion:
         ids = self.tokenizer(text, add_special_tokens=False).input_ids

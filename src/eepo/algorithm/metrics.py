@@ -214,6 +214,7 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
             f"stage{stage}/entropy": mean_entropy(completions),
             f"stage{stage}/length": sum(len(c.token_ids) for c in completions) / len(completions),
             f"stage{stage}/truncated_share": _share(not c.finished for c in completions),
+            **_label_shares(rollout, stage),
         }
     all_completions = rollout.completions()
     all_rewards = [reward for group in rollout.rewards for reward in group]
@@ -227,6 +228,14 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
         "zero_advantage_share": _share(not any(group) for group in rollout.advantages),
         **second_half_metrics(rollout.rewards),
     }
+
+
+def _label_shares(rollout: Rollout, stage: int) -> dict[str, float]:
+    """Return the share of every label that the grader gave to a completion of this step."""
+    columns = [column for column, at in enumerate(rollout.stages) if at == stage]
+    labels = [group[column].label for group in rollout.verdicts for column in columns]
+    names = sorted({verdict.label for group in rollout.verdicts for verdict in group} - {""})
+    return {f"stage{stage}/label/{name}": labels.count(name) / len(labels) for name in names}
 
 
 def second_half_metrics(rewards: list[list[float]]) -> dict[str, float]:

@@ -92,7 +92,8 @@ class Probe:
             loss_after += float(unlearn_batch.loss(batch, after, gate))
         scale = len(unlearn_batch.rows) / len(self.rows)  # the loss is a mean over all rows
         kl = kl_sum / num_tokens
-        return Effect(loss_before * scale, loss_after * scale, kl, logprobs_after)
+        losses = loss_before * scale, loss_after * scale
+        return Effect(*losses, kl, logprobs_after=logprobs_after)
 
 
 def unlearn_gradient(

@@ -18,7 +18,7 @@ import torch
 
 from eepo import recipe
 from eepo.algorithm import group_advantages
-from eepo.config import CountdownConfig, DatasetConfig, RunConfig, SumsConfig
+from eepo.config import CountdownConfig, DatasetConfig, RunConfig, ShortcutConfig, SumsConfig
 from eepo.model import loading, memory
 from eepo.protocols import Reward, Task
 from eepo.rewards import build_reward
@@ -359,7 +359,10 @@ def check_gold_answers(context: Context) -> Iterator[Finding]:
 def gold_completions(config: RunConfig, problems: Problems) -> list[tuple[Prompt, str]]:
     """Return completions that must earn reward 1: demonstrations, or gold answers in a box."""
     if isinstance(config.task, CountdownConfig | SumsConfig):
-        return problems.task.demonstrations(0, GOLD_PROMPTS)
+        demonstrations = problems.task.demonstrations(0, GOLD_PROMPTS)
+        return [(demonstration.prompt, demonstration.text) for demonstration in demonstrations]
+    if isinstance(config.task, ShortcutConfig):
+        return [(prompt, f"> {prompt.answer}") for prompt in problems.training]
     prompts = list(problems.training)
     for evaluation_set in problems.evaluation.values():
         prompts += evaluation_set[:GOLD_PROMPTS]

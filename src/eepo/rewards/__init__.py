@@ -16,6 +16,7 @@ from eepo.config import DatasetConfig, RewardConfig, TaskConfig
 from eepo.rewards.countdown import CountdownReward
 from eepo.rewards.exact import ExactReward
 from eepo.rewards.isolation import PooledReward
+from eepo.rewards.shortcut import ShortcutReward
 from eepo.types import UserError
 
 if TYPE_CHECKING:
@@ -25,11 +26,16 @@ if TYPE_CHECKING:
 DEFAULT_REWARDS = {
     "countdown": "countdown",
     "sums": "exact",
+    "shortcut": "shortcut",
     "dataset": "math",
     "reasoning_gym": "reasoning_gym",
 }
 # Cheap on any input, so they run in the trainer's process.
-IN_PROCESS: dict[str, type[Reward]] = {"countdown": CountdownReward, "exact": ExactReward}
+IN_PROCESS: dict[str, type[Reward]] = {
+    "countdown": CountdownReward,
+    "exact": ExactReward,
+    "shortcut": ShortcutReward,
+}
 # reward name → the function that the grading processes call
 POOLED = {"math": "eepo.rewards.math:grade", "reasoning_gym": "eepo.rewards.reasoning_gym:grade"}
 # Rewards whose gold answer is plain text.

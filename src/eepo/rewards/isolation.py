@@ -1,8 +1,8 @@
 """Grades in separate processes that can be killed, so that no completion can stop or slow a run.
 
 The time limit is CPU time, which the kernel counts, so a loaded machine changes no verdict.
-Requests and replies are JSON lines. A worker has one request at a time, so when it dies it is known
-which completion caused it.
+Requests and replies are JSON lines. A worker has one request at a time, so a dead worker always
+belongs to a known completion.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class _Worker:
             )
         if "died" in reply:
             return _ungraded(reply["died"])
-        return Verdict(reply["reward"], reply["answer"], reply["reason"])
+        return Verdict(reply["reward"], reply["answer"], reply["reason"], reply["label"])
 
     def _write(self) -> None:
         assert self._process.stdin is not None

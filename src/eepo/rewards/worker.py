@@ -25,6 +25,7 @@ from eepo.rewards.isolation import NO_REQUEST
 from eepo.types import Verdict
 
 OUT_OF_MEMORY = 3  # exit code of a child that reached its memory limit
+MAX_LABEL = 60  # characters
 MAX_REPLY_TEXT = 300  # characters of a reason or an answer: a reply must fit into one atomic write
 
 GradingFunction = Callable[[Any, str], Any]  # (gold answer, completion) → Verdict or a number
@@ -103,7 +104,8 @@ def _grade(function: GradingFunction, gold: Any, text: str) -> dict[str, Any]:
     except Exception as error:  # reported to the trainer's process, which raises a UserError
         return {"error": f"{type(error).__name__}: {error}"[:MAX_REPLY_TEXT]}
     answer = verdict.answer[:MAX_REPLY_TEXT] if verdict.answer is not None else None
-    return {"reward": verdict.reward, "answer": answer, "reason": verdict.reason[:MAX_REPLY_TEXT]}
+    reason, label = verdict.reason[:MAX_REPLY_TEXT], verdict.label[:MAX_LABEL]
+    return {"reward": verdict.reward, "answer": answer, "reason": reason, "label": label}
 
 
 def _limit_memory(memory_mb: int) -> None:

@@ -192,9 +192,11 @@ class AlarmMonitor:
             action = self._action(alarm)
             if name not in self._active:
                 yield Event(step, "on", alarm, action)
-            elif action == "halve_unlearn_lr":
-                if step - self._active[name]["step"] >= self.config.patience:
-                    yield Event(step, "still", alarm, action)
+            elif action == "halve_unlearn_lr" and self._patience_is_over(name, step):
+                yield Event(step, "still", alarm, action)
+
+    def _patience_is_over(self, name: str, step: int) -> bool:
+        return step - self._active[name]["step"] >= self.config.patience
 
     def _ended(self, step: int, current: dict[str, Alarm]) -> Iterator[Event]:
         for name, row in self._active.items():

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from eepo.config import CountdownConfig, DatasetConfig, SumsConfig, TaskConfig
+from eepo.config import (
+    CountdownConfig,
+    DatasetConfig,
+    ShortcutConfig,
+    SumsConfig,
+    TaskConfig,
+)
 from eepo.protocols import Task
+from eepo.tasks import countdown, shortcut
 from eepo.tasks.countdown import Countdown
 from eepo.tasks.dataset import Dataset
 from eepo.tasks.reasoning_gym import ReasoningGym
+from eepo.tasks.shortcut import Shortcut
 from eepo.tasks.sums import Sums
 
 
@@ -18,6 +26,15 @@ def build_task(config: TaskConfig, tokenizer: Any, order_seed: int = 0) -> Task:
         return Countdown(config, tokenizer, order_seed)
     if isinstance(config, DatasetConfig):
         return Dataset(config, tokenizer, order_seed)
+    if isinstance(config, ShortcutConfig):
+        return Shortcut(config, tokenizer, order_seed)
     if isinstance(config, SumsConfig):
         return Sums(config, tokenizer, order_seed)
     return ReasoningGym(config, tokenizer, order_seed)
+
+
+def build_tokenizer(config: TaskConfig) -> Any:
+    """Build the small tokenizer of a policy that is trained from scratch on this task."""
+    if isinstance(config, ShortcutConfig):
+        return shortcut.build_tokenizer()
+    return countdown.build_tokenizer()

@@ -15,7 +15,7 @@ from typing import Any
 
 from eepo.config import CountdownConfig
 from eepo.tasks.order import shuffled_index
-from eepo.types import Prompt, UserError
+from eepo.types import Demonstration, Prompt, UserError
 
 Identity = tuple[tuple[int, ...], int]  # sorted numbers and target
 
@@ -48,15 +48,16 @@ class Countdown:
             for name, problems in self._evaluation_problems.items()
         }
 
-    def demonstrations(self, first: int, count: int) -> list[tuple[Prompt, str]]:
+    def demonstrations(self, first: int, count: int) -> list[Demonstration]:
         """Return solved problems of both ranges. A warm start is broad, like pretraining."""
-        pairs = []
+        demonstrations = []
         for index in range(first, first + count):
             name = f"demonstration/{index}"
             targets = self._training_targets if index % 2 else self._out_of_range_targets
             numbers, target, expression = self._draw(name, targets, self._held_out)
-            pairs.append((self._prompt(name, numbers, target), expression))
-        return pairs
+            prompt = self._prompt(name, numbers, target)
+            demonstrations.append(Demonstration(prompt, expression))
+        return demonstrations
 
     def _training_prompt(self, position: int) -> Prompt:
         """Return a new problem for each position, or one of `num_train`, shuffled in each epoch."""

@@ -12,7 +12,7 @@ from eepo.tasks.order import shuffled_index
 from eepo.tasks.overlap import find_overlap
 from eepo.tasks.problems import Columns, Problem, read_problems, short_name, split_at_mark
 from eepo.tasks.templates import render
-from eepo.types import Prompt, UserError
+from eepo.types import Demonstration, Prompt, UserError
 
 
 def make_prompts(
@@ -52,7 +52,9 @@ class Dataset:
         )
         solutions = {problem.id: as_demonstration(problem) for problem in train if problem.solution}
         self._demonstrations = [
-            (prompt, solutions[prompt.id]) for prompt in self._prompts if prompt.id in solutions
+            Demonstration(prompt, solutions[prompt.id])
+            for prompt in self._prompts
+            if prompt.id in solutions
         ]
         self._evaluation = self._read_evaluation(train)
 
@@ -72,15 +74,16 @@ class Dataset:
     def evaluation_sets(self) -> dict[str, list[Prompt]]:
         return self._evaluation
 
-    def demonstrations(self, first: int, count: int) -> list[tuple[Prompt, str]]:
+    def demonstrations(self, first: int, count: int) -> list[Demonstration]:
         """Return training prompts that have a solution, in order, repeated as often as needed."""
-        pairs = self._demonstrations
-        if not pairs:
+        available = self._demonstrations
+        if not available:
             raise UserError(
                 f"task.train = {self.config.train!r} has no solutions to learn from; add a column "
                 "'solution', or end the answers with \\boxed{} or ####"
             )
-        return [pairs[index % len(pairs)] for index in range(first, first + count)]
+        size = len(available)
+        return [available[index % size] for index in range(first, first + count)]
 
     def _read_train(self) -> list[Problem]:
         config = self.config

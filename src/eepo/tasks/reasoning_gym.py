@@ -1,9 +1,8 @@
 """Uses the generators of reasoning-gym as a task with endless problems.
 
 Each problem is a pure function of its position. Positions are grouped into chunks, and each chunk
-has its own seed. Some generators prepare all
-their entries at once, and some can only produce a limited number of them. Evaluation uses other
-seeds, and its problems never occur in training.
+has its own seed, because some generators prepare all entries at once or have a limited number of
+them. Evaluation uses other seeds, and its problems never occur in training.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 from eepo.config import ReasoningGymConfig
 from eepo.rewards import gym_datasets
 from eepo.tasks.templates import render
-from eepo.types import Prompt, UserError
+from eepo.types import Demonstration, Prompt, UserError
 
 CHUNK_SIZE = 500  # entries that share a seed
 MAX_DRAWS = 100  # entries tried for one position before the data set counts as too small
@@ -47,14 +46,14 @@ class ReasoningGym:
         ]
         return {self.config.dataset: prompts}
 
-    def demonstrations(self, first: int, count: int) -> list[tuple[Prompt, str]]:
+    def demonstrations(self, first: int, count: int) -> list[Demonstration]:
         """Return prompts with the boxed answer. The data sets have no worked solutions."""
-        pairs = []
+        demonstrations = []
         for position in range(first, first + count):
             entry = self._draw("demonstration", position, self._held_out)
             prompt = self._prompt(f"demonstration/{position}", entry)
-            pairs.append((prompt, f"\\boxed{{{entry['answer']}}}"))
-        return pairs
+            demonstrations.append(Demonstration(prompt, f"\\boxed{{{entry['answer']}}}"))
+        return demonstrations
 
     def _prompt(self, name: str, entry: dict[str, Any]) -> Prompt:
         text, token_ids = render(entry["question"], self.config.template, self.tokenizer)

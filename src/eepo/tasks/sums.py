@@ -15,7 +15,7 @@ from typing import Any
 
 from eepo.config import SumsConfig
 from eepo.tasks.order import shuffled_index
-from eepo.types import Prompt, UserError
+from eepo.types import Demonstration, Prompt, UserError
 
 Terms = tuple[int, ...]
 MAX_DRAWS = 10_000  # draws for one sum before the range counts as too small
@@ -42,15 +42,15 @@ class Sums:
             if name != "example"
         }
 
-    def demonstrations(self, first: int, count: int) -> list[tuple[Prompt, str]]:
+    def demonstrations(self, first: int, count: int) -> list[Demonstration]:
         """Return sums with results of both ranges. A warm start is broad, like pretraining."""
-        pairs = []
+        demonstrations = []
         for index in range(first, first + count):
             name = f"demonstration/{index}"
             digits = self._training_digits if index % 2 else self._out_of_range_digits
             terms = self._draw(name, digits, self._held_out)
-            pairs.append((self._prompt(name, terms), str(sum(terms))))
-        return pairs
+            demonstrations.append(Demonstration(self._prompt(name, terms), str(sum(terms))))
+        return demonstrations
 
     def _training_prompt(self, position: int) -> Prompt:
         """Return a new problem for each position, or one of `num_train`, shuffled in each epoch."""
