@@ -1,4 +1,7 @@
-"""AdamW's kernels equal their plain forms, in Triton's interpreter. `test_interpreter.py` starts this file."""
+"""AdamW's kernels equal their plain versions, in Triton's interpreter.
+
+`test_interpreter.py` runs this file.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,13 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from eepo.kernels import adamw
 
-LENGTHS = [1, 7, 256, 257, 1024, 1500]  # in one tile, over it, and not a whole number of blocks
+LENGTHS = [1, 7, 256, 257, 1024, 1500]  # less and more than a tile, with partial blocks
 
 
-def walked(
+def weights_and_moments(
     eight_bit: bool, lengths: list[int], kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> list[Tensor]:
-    """Weights and moments after some steps whose gradients differ in size from one to the next."""
+    """Return the results of some steps with gradients of very different sizes."""
     monkeypatch.setenv("EEPO_KERNELS", str(int(kernel)))
     torch.manual_seed(0)
     weights = [torch.nn.Parameter(torch.randn(length)) for length in lengths]
@@ -44,72 +47,72 @@ def walked(
     return [*(weight.detach() for weight in weights), *moments]
 
 
+def step_scalars(step: int, seed: int) -> optimizers.StepScalars:
+    group = {"lr": 1e-3, "weight_decay": 0.0}
+    return optimizers._step_scalars(group, step, seed, torch.device("cpu"))
+
+
 @pytest.mark.parametrize("eight_bit", [False, True])
-def test_steps_are_the_plain_ones(eight_bit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = walked(eight_bit, LENGTHS, True, monkeypatch)
-    plain = walked(eight_bit, LENGTHS, False, monkeypatch)
-    for one, other in zip(ours, plain, strict=True):
-        assert one.dtype == other.dtype
-        assert torch.equal(one.isfinite(), torch.ones_like(one, dtype=torch.bool))
-        same = torch.isclose(one.float(), other.float(), rtol=1e-5, atol=1e-7)
-        assert (
-            same.float().mean() > 0.99
-        )  # a number on the border of two may be rounded the other way
-        steps = (
-            1
-            if one.dtype in (torch.int8, torch.uint8)
-            else 0.01 * other.float().abs().max().clamp(min=1e-9)
-        )
-        assert (one.float() - other.float()).abs().max() <= steps
+def test_steps_equal_those_of_the_plain_version(
+    eight_bit: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = weights_and_moments(eight_bit, LENGTHS, True, monkeypatch)
+    plain = weights_and_moments(eight_bit, LENGTHS, False, monkeypatch)
+    for got, expected in zip(ours, plain, strict=True):
+        assert got.dtype == expected.dtype
+        assert got.isfinite().all()
+        is_code = got.dtype in (torch.int8, torch.uint8)
+        got, expected = got.float(), expected.float()
+        # A value between two numbers may be rounded the other way.
+        assert torch.isclose(got, expected, rtol=1e-5, atol=1e-7).float().mean() > 0.99
+        tolerance = 1 if is_code else 0.01 * expected.abs().max().clamp(min=1e-9)
+        assert (got - expected).abs().max() <= tolerance
 
 
-def test_the_kernel_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[int] = []
     kernel: Callable[..., None] = adamw.update_bf16
 
-    def counting(*given: Tensor, **options: float) -> None:
+    def counting(*args: Tensor, **options: float) -> None:
         called.append(1)
-        kernel(*given, **options)
+        kernel(*args, **options)
 
     monkeypatch.setattr(adamw, "update_bf16", counting)
-    walked(False, [3, 4], True, monkeypatch)
+    weights_and_moments(False, [3, 4], True, monkeypatch)
     assert len(called) == 8  # two tensors, four steps
-    walked(False, [3, 4], False, monkeypatch)
+    weights_and_moments(False, [3, 4], False, monkeypatch)
     assert len(called) == 8
 
 
-def test_draws_are_the_plain_ones_to_the_bit() -> None:
-    """With moments halfway between two numbers of bf16, what is stored tells each draw's side of the half."""
+def test_random_bits_equal_those_of_the_plain_version() -> None:
+    """Moments halfway between two bf16 numbers: the stored value shows which way each was rounded."""
     count = 3000
     halfway = torch.tensor(0x3F808000, dtype=torch.int32).view(torch.float32)
-    rates, key = optimizers._numbers(1e-3, 0.0, 5, 7, torch.device("cpu"))
+    scalars = step_scalars(step=5, seed=7)
     plain = [torch.zeros(count), torch.full((count,), float(halfway) / (1 - BETA_1))]
     states = []
     for update in ("kernel", "plain"):
         weight, gradient = (tensor.clone() for tensor in plain)
         first, second = (torch.zeros(count, dtype=torch.bfloat16) for _ in range(2))
         if update == "kernel":
-            adamw.update_bf16(
-                weight, gradient, first, second, rates, key, 4, betas=(BETA_1, BETA_2), eps=EPS
-            )
+            options = {"betas": (BETA_1, BETA_2), "eps": EPS}
+            adamw.update_bf16(weight, gradient, first, second, *scalars, 4, **options)
         else:
-            optimizers._update_bf16(weight, gradient, first, second, rates, key, 4, 0)
+            optimizers._update_bf16(weight, gradient, (first, second), scalars, 4, 0)
         states.append((first, second))
     assert 0.4 < (states[0][0] > 1.001).float().mean() < 0.6
-    for ours, other in zip(*states, strict=True):
-        assert torch.equal(ours, other)
+    for got, expected in zip(*states, strict=True):
+        assert torch.equal(got, expected)
 
 
 def test_a_second_moment_never_becomes_zero() -> None:
-    """Beside one large gradient in its block, the smallest code stays."""
+    """It gets the smallest code next to a large gradient in its block."""
     weight, gradient = torch.zeros(BLOCK), torch.full((BLOCK,), 1e-9)
     gradient[0] = 1.0
     state = optimizers._new_8bit(weight)
-    rates, key = optimizers._numbers(1e-3, 0.0, 1, 0, torch.device("cpu"))
-    tensors = [state[name] for name in optimizers.EIGHT_BIT]
-    levels = (FIRST_LEVELS, SECOND_LEVELS)
-    adamw.update_8bit(
-        weight, gradient, *tensors, rates, key, 0, betas=(BETA_1, BETA_2), eps=EPS, levels=levels
-    )
+    moments = [state[name] for name in optimizers.EIGHT_BIT_STATE]
+    options = {"betas": (BETA_1, BETA_2), "eps": EPS, "levels": (FIRST_LEVELS, SECOND_LEVELS)}
+    scalars = step_scalars(step=1, seed=0)
+    adamw.update_8bit(weight, gradient, *moments, *scalars, 0, **options)
     assert state["exp_avg_sq"].min() == 1
     assert state["exp_avg_sq"].max() == SECOND_LEVELS

@@ -1,4 +1,4 @@
-"""AdamW's kernels compile for the cards they are meant for. That needs no card."""
+"""AdamW's kernels compile for the supported GPUs. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from eepo.kernels import adamw
 from eepo.model.optimizers import BETA_1, BETA_2, BLOCK, EPS, FIRST_LEVELS, SECOND_LEVELS
 
 SHARED = {"KEEP_1": 1 - BETA_1, "KEEP_2": 1 - BETA_2, "EPS": EPS}
-EIGHT = SHARED | {
+EIGHT_BIT = SHARED | {
     "LEVELS_1": FIRST_LEVELS,
     "LEVELS_2": SECOND_LEVELS,
     "BLOCK": BLOCK,
     "ROWS": adamw.TILE // BLOCK,
 }
-TYPES = {"key": "*i32", "index": "i32", "count": "i32", "num_blocks": "i32"}
+TYPES = {"random_key": "*i32", "tensor_index": "i32", "count": "i32", "num_blocks": "i32"}
 
 
-@pytest.mark.parametrize("card", [80, 90])  # Ampere, Hopper
+@pytest.mark.parametrize("capability", [80, 90])  # Ampere, Hopper
 @pytest.mark.parametrize(("kernel", "constants", "moments"), [
     (adamw._bf16_kernel, SHARED | {"TILE": adamw.TILE}, {"first": "*bf16", "second": "*bf16"}),
-    (adamw._8bit_kernel, EIGHT, {"first": "*i8", "second": "*u8"}),
+    (adamw._8bit_kernel, EIGHT_BIT, {"first": "*i8", "second": "*u8"}),
 ])  # fmt: skip
-def test_updates(
+def test_an_update_compiles(
     kernel: Any,
     constants: dict[str, Any],
     moments: dict[str, str],
-    card: int,
+    capability: int,
     tmp_path: Path,
     monkeypatch: Any,
 ) -> None:
@@ -45,4 +45,4 @@ def test_updates(
         for name in kernel.arg_names
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    assert compile(source, target=GPUTarget("cuda", card, 32)).asm["cubin"]
+    assert compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]

@@ -1,4 +1,4 @@
-"""The kernels' own tests, in a process whose Triton interprets: it must know before it is imported."""
+"""Run the interpreted tests in a new process: TRITON_INTERPRET must be set before the import."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize("file", sorted(path.name for path in HERE.glob("interpreted*.py")))
-def test_kernels_equal_their_plain_forms_in_tritons_interpreter(file: str) -> None:
+def test_kernels_equal_their_plain_versions_in_the_interpreter(file: str) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "--noconftest", "-x", str(HERE / file)]
-    done = subprocess.run(
+    result = subprocess.run(
         command,
         env=environment,
         capture_output=True,
@@ -25,5 +25,5 @@ def test_kernels_equal_their_plain_forms_in_tritons_interpreter(file: str) -> No
         timeout=600,
         cwd=HERE.parent.parent,
     )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
+    assert " passed" in result.stdout

@@ -15,7 +15,7 @@ from eepo.kernels.row_state import Outputs, RowState
 from eepo.model.batching import MicroBatch, Packed
 from eepo.model.compilation import compile_layers
 from eepo.model.policy import Policy, Scores
-from eepo.rollout.fused_linear import compile_packed
+from eepo.rollout.fused_linear import compile_fused
 from eepo.rollout.paged.engine import PagedEngine
 from eepo.rollout.transformers import TransformersEngine
 from eepo.types import Completion, Prompt, Sampling
@@ -38,7 +38,7 @@ def test_draws_of_a_real_vocabulary(num_rows: int, temperature: float, dtype: to
     state = RowState(
         tokens=every + 100,
         positions=every + 7,
-        num_drawn=torch.ones_like(every),
+        num_sampled=torch.ones_like(every),
         limits=torch.full_like(every, 4),
         keys=every * 7919 - 12345,
         outputs=every.flip(0).clone(),
@@ -92,19 +92,19 @@ def peaked_model(dtype: torch.dtype) -> Any:
 PROMPTS = [Prompt(str(place), "", tuple(range(5, 9 + 30 * place))) for place in range(5)]
 
 
-def test_a_compiled_engine_with_packed_products_draws_what_the_plain_one_draws() -> None:
+def test_compiled_engine_with_fused_products_samples_the_same_tokens_as_the_plain_engine() -> None:
     """And its decode step has four products in each layer, the head's, and one for the angles of positions."""
     model = peaked_model(torch.float32)
     engine = PagedEngine(copy.deepcopy(model), Wordless())
-    assert engine.unusable() == ""
-    assert compile_packed(engine.model)
+    assert engine.unsupported_reason() == ""
+    assert compile_fused(engine.model)
     sampling = Sampling(temperature=0.0, max_new_tokens=40)
     for factor in (1.0, 1.1):  # the second time from weights that are pushed
         with torch.no_grad():
             for weight in model.parameters():
                 weight.mul_(factor)
         engine.load_weights(model.named_parameters())
-        engine._forget_buffers()  # the second time graphs are captured again
+        engine._free_buffers()  # the second time graphs are captured again
         got, expected = (
             one.generate(PROMPTS, 2, sampling)
             for one in (engine, TransformersEngine(model, Wordless()))
@@ -118,14 +118,13 @@ def test_a_compiled_engine_with_packed_products_draws_what_the_plain_one_draws()
         assert sum(same) >= 0.9 * len(same)  # a tie, broken by rounding, changes all that follows
         firsts = [ours.token_ids[:1] == theirs.token_ids[:1] for ours, theirs in pairs]
         assert sum(firsts) >= 0.9 * len(firsts)  # of the prefill
-    assert engine.graphs
+    assert engine.graphs.enabled
     buffers = engine._buffers
     assert buffers is not None
     with torch.inference_mode(), torch.profiler.profile() as seen:
-        buffers._step(8)
+        buffers._run_step(8)
     counts = {event.key: event.count for event in seen.key_averages()}
-    assert counts.get("aten::mm", 0) + counts.get("aten::addmm", 0) == 3 * 3 + 2
-    assert counts.get("aten::addmm_", 0) == 3  # which add to the residual
+    assert counts.get("aten::mm", 0) + counts.get("aten::addmm", 0) == 3 * 4 + 2
 
 
 def test_a_compiled_engine_rounds_no_worse_than_the_plain_one() -> None:
@@ -133,8 +132,8 @@ def test_a_compiled_engine_rounds_no_worse_than_the_plain_one() -> None:
     model = peaked_model(torch.bfloat16)
     exact = copy.deepcopy(model).float()
     engine = PagedEngine(copy.deepcopy(model), Wordless())
-    assert engine.unusable() == ""
-    assert compile_packed(engine.model)
+    assert engine.unsupported_reason() == ""
+    assert compile_fused(engine.model)
 
     @torch.inference_mode()
     def error(sampler: Any) -> float:

@@ -22,16 +22,16 @@ INF = math.inf
 def test_without_a_gpu_the_plain_forms_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert not kernels.available(CPU)
-    assert kernels.chosen("sample_tokens", CPU) is reference.sample_tokens
-    assert kernels.chosen("paged_attention", CPU) is reference.paged_attention
+    assert kernels.select("sample_tokens", CPU) is reference.sample_tokens
+    assert kernels.select("paged_attention", CPU) is reference.paged_attention
 
 
 @pytest.fixture
 def unsure() -> Iterator[None]:
     """What this machine lacks is looked up again, before and after."""
-    kernels.lacking.cache_clear()
+    kernels.triton_unavailable_reason.cache_clear()
     yield
-    kernels.lacking.cache_clear()
+    kernels.triton_unavailable_reason.cache_clear()
 
 
 @pytest.mark.usefixtures("unsure")
@@ -43,14 +43,14 @@ def test_kernels_need_triton_and_can_be_switched_off(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("EEPO_KERNELS", "0")
     assert not kernels.available(gpu)
     monkeypatch.delenv("EEPO_KERNELS")
-    kernels.lacking.cache_clear()
+    kernels.triton_unavailable_reason.cache_clear()
     monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
     assert not kernels.available(gpu)
-    assert kernels.missing() == "Triton is not installed"
-    assert kernels.chosen("sample_tokens", gpu) is reference.sample_tokens
+    assert kernels.unavailable_reason() == "Triton is not installed"
+    assert kernels.select("sample_tokens", gpu) is reference.sample_tokens
     assert (
         "eepo.kernels.sampling" not in sys.modules
-        or kernels.chosen("sample_tokens", gpu) is reference.sample_tokens
+        or kernels.select("sample_tokens", gpu) is reference.sample_tokens
     )
 
 
@@ -59,22 +59,22 @@ def test_triton_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: object())
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "no C compiler" in kernels.missing()
+    assert "no C compiler" in kernels.unavailable_reason()
     assert not kernels.available(torch.device("cuda"))
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert kernels.available(CPU)  # where it interprets it needs none
     monkeypatch.delenv("TRITON_INTERPRET")
-    kernels.lacking.cache_clear()
+    kernels.triton_unavailable_reason.cache_clear()
     (tmp_path / "clang").write_text("")
     (tmp_path / "clang").chmod(0o755)
-    assert kernels.missing() == ""
+    assert kernels.unavailable_reason() == ""
 
 
 # --- draw
 
 
 def new_books(num_slots: int, width: int) -> tuple[RowState, Outputs]:
-    state = RowState.of(num_slots, CPU)
+    state = RowState.empty(num_slots, CPU)
     state.live.fill_(1)
     state.limits.fill_(width)
     state.outputs = torch.arange(num_slots)
@@ -141,7 +141,7 @@ def test_rows_draw_by_themselves_until_they_end(temperature: float) -> None:
     assert state.live.tolist() == [0, 0, 0, 0]
     assert outputs.lengths.tolist() == [len(row) for row in expected]
     assert outputs.lengths[3] == 0
-    assert state.positions.tolist() == state.num_drawn.tolist() == [len(row) for row in expected]
+    assert state.positions.tolist() == state.num_sampled.tolist() == [len(row) for row in expected]
     for slot, row in enumerate(expected[:3]):
         tokens, logprobs, entropies = zip(*row, strict=True)
         assert outputs.tokens[slot, : len(row)].tolist() == list(tokens)
