@@ -85,7 +85,7 @@ def test_the_kernel_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_random_bits_equal_those_of_the_plain_version() -> None:
-    """Moments halfway between two bf16 numbers: the stored value shows which way each was rounded."""
+    """The moments are halfway between two bf16 numbers, so the bits decide how each is rounded."""
     count = 3000
     halfway = torch.tensor(0x3F808000, dtype=torch.int32).view(torch.float32)
     scalars = step_scalars(step=5, seed=7)

@@ -1,4 +1,4 @@
-"""The plain forms of the kernels against computations of one row, one head and one token after another."""
+"""Plain versions of the kernels equal computations row by row, head by head, token by token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 INF = math.inf
 
 
-def test_without_a_gpu_the_plain_forms_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plain_versions_are_selected_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert not kernels.available(CPU)
     assert kernels.select("sample_tokens", CPU) is reference.sample_tokens
@@ -27,14 +27,14 @@ def test_without_a_gpu_the_plain_forms_are_chosen(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.fixture
-def unsure() -> Iterator[None]:
-    """What this machine lacks is looked up again, before and after."""
+def no_cached_reason() -> Iterator[None]:
+    """Clear the cached answer whether Triton is available, before and after the test."""
     kernels.triton_unavailable_reason.cache_clear()
     yield
     kernels.triton_unavailable_reason.cache_clear()
 
 
-@pytest.mark.usefixtures("unsure")
+@pytest.mark.usefixtures("no_cached_reason")
 def test_kernels_need_triton_and_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda")
     monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: object())
@@ -54,7 +54,7 @@ def test_kernels_need_triton_and_can_be_switched_off(monkeypatch: pytest.MonkeyP
     )
 
 
-@pytest.mark.usefixtures("unsure")
+@pytest.mark.usefixtures("no_cached_reason")
 def test_triton_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: object())
     monkeypatch.delenv("CC", raising=False)
@@ -62,7 +62,7 @@ def test_triton_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert "no C compiler" in kernels.unavailable_reason()
     assert not kernels.available(torch.device("cuda"))
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert kernels.available(CPU)  # where it interprets it needs none
+    assert kernels.available(CPU)  # the interpreter needs no compiler
     monkeypatch.delenv("TRITON_INTERPRET")
     kernels.triton_unavailable_reason.cache_clear()
     (tmp_path / "clang").write_text("")
@@ -70,10 +70,10 @@ def test_triton_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert kernels.unavailable_reason() == ""
 
 
-# --- draw
+# --- sampling
 
 
-def new_books(num_slots: int, width: int) -> tuple[RowState, Outputs]:
+def new_state(num_slots: int, width: int) -> tuple[RowState, Outputs]:
     state = RowState.empty(num_slots, CPU)
     state.live.fill_(1)
     state.limits.fill_(width)
@@ -92,52 +92,47 @@ def new_books(num_slots: int, width: int) -> tuple[RowState, Outputs]:
 def plain_row(
     logits: list[float], key: int, position: int, temperature: float
 ) -> tuple[int, float, float]:
-    """Token, log-probability and entropy, in Python's own numbers."""
-    top = max(logits)
+    """Return token, log-probability and entropy, computed with Python floats."""
+    maximum = max(logits)
     scale = temperature or 1.0
-    masses = [math.exp((logit - top) / scale) for logit in logits]
+    masses = [math.exp((logit - maximum) / scale) for logit in logits]
     probabilities = [mass / sum(masses) for mass in masses]
     entropy = -sum(p * math.log(p) for p in probabilities if p > 0)
     if temperature == 0:
-        token = logits.index(top)
+        token = logits.index(maximum)
     else:
-        left = float(reference.uniforms(torch.tensor([key]), position))
+        remaining = float(reference.uniforms(torch.tensor([key]), position))
         token = 0
-        while left >= probabilities[token]:
-            left -= probabilities[token]
+        while remaining >= probabilities[token]:
+            remaining -= probabilities[token]
             token += 1
     return token, math.log(probabilities[token]), entropy
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_rows_draw_by_themselves_until_they_end(temperature: float) -> None:
-    """Six steps of four slots that read one another's logits; ends, limits and a slot that is dead from the start."""
+def test_rows_are_sampled_independently_until_they_end(temperature: float) -> None:
+    """Six steps of four slots with permuted logits, end tokens, a limit and an empty slot."""
     generator = torch.Generator().manual_seed(1)
-    state, outputs = new_books(4, 6)
+    state, outputs = new_state(4, 6)
     state.live[3] = 0
     state.limits[1] = 2
-    ends, keys = {2, 9}, state.keys.tolist()
+    end_tokens, keys = {2, 9}, state.keys.tolist()
     inverse = torch.tensor([1 / temperature if temperature else 0.0])
     expected: list[list[tuple[int, float, float]]] = [[], [], [], []]
-    alive = {0, 1, 2}
+    live = {0, 1, 2}
     for _ in range(6):
         logits = 2 * torch.randn(4, 12, generator=generator)
         sources = torch.tensor([1, 0, 2, 3])
-        for place, slot in enumerate([2, 0, 1, 3]):
-            if slot in alive:
-                row = logits[sources[place]].tolist()
+        for source, slot in zip(sources, [2, 0, 1, 3], strict=True):
+            if slot in live:
+                row = logits[source].tolist()
                 expected[slot].append(plain_row(row, keys[slot], len(expected[slot]), temperature))
-                if expected[slot][-1][0] in ends or len(expected[slot]) == (2 if slot == 1 else 6):
-                    alive.remove(slot)
-        reference.sample_tokens(
-            logits,
-            sources,
-            torch.tensor([2, 0, 1, 3]),
-            inverse,
-            torch.tensor([2, 9]),
-            state,
-            outputs,
-        )
+                limit = 2 if slot == 1 else 6
+                if expected[slot][-1][0] in end_tokens or len(expected[slot]) == limit:
+                    live.remove(slot)
+        slots = torch.tensor([2, 0, 1, 3])
+        inputs = logits, sources, slots, inverse, torch.tensor([2, 9])
+        reference.sample_tokens(*inputs, state, outputs)
     assert state.live.tolist() == [0, 0, 0, 0]
     assert outputs.lengths.tolist() == [len(row) for row in expected]
     assert outputs.lengths[3] == 0
@@ -147,11 +142,11 @@ def test_rows_draw_by_themselves_until_they_end(temperature: float) -> None:
         assert outputs.tokens[slot, : len(row)].tolist() == list(tokens)
         assert outputs.logprobs[slot, : len(row)].tolist() == pytest.approx(logprobs, abs=1e-5)
         assert outputs.entropies[slot, : len(row)].tolist() == pytest.approx(entropies, abs=1e-5)
-        assert outputs.finished[slot] == (tokens[-1] in ends)
+        assert outputs.finished[slot] == (tokens[-1] in end_tokens)
         assert state.tokens[slot] == tokens[-1]
 
 
-def test_impossible_tokens_leave_entropies_finite() -> None:
+def test_entropies_are_finite_with_impossible_tokens() -> None:
     logits = torch.tensor([[-INF, 0.0, math.log(3.0), -INF]])
     for temperature in (0.0, 1.0):
         token, logprob, entropy = reference.sample(
@@ -162,18 +157,18 @@ def test_impossible_tokens_leave_entropies_finite() -> None:
         assert entropy.item() == pytest.approx(-0.75 * math.log(0.75) - 0.25 * math.log(0.25))
 
 
-# --- attention over pages
+# --- paged attention
 
 
 def plain_attention(
     query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float, window: int
 ) -> Tensor:
-    """One head's query [D] over its L places [L, D], the last of which is its own."""
+    """Attend with the last token's query [D] over L keys and values [L, D]."""
     scores = [float(query.double() @ key.double()) * scale for key in keys]
     if softcap:
         scores = [softcap * math.tanh(score / softcap) for score in scores]
     first = max(0, len(scores) - window) if window else 0
-    masses = [math.exp(score) if place >= first else 0.0 for place, score in enumerate(scores)]
+    masses = [math.exp(score) if index >= first else 0.0 for index, score in enumerate(scores)]
     return sum(mass * value.double() for mass, value in zip(masses, values, strict=True)) / sum(
         masses
     )
@@ -183,38 +178,35 @@ def plain_attention(
     ("softcap", "window"), [(0.0, 0), (0.8, 0), (0.0, 1), (0.0, 5), (2.0, 9), (0.0, 1000)]
 )
 @pytest.mark.parametrize(("heads", "key_heads"), [(2, 2), (6, 1), (6, 2)])
-def test_a_token_attends_to_its_own_row_and_itself(
+def test_a_token_attends_to_its_row_and_itself(
     heads: int, key_heads: int, softcap: float, window: int
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     page, size, positions = 4, 6, [0, 3, 4, 11]
-    whole = [
+    rows = [
         torch.randn(2, position + 1, key_heads, size, generator=generator) for position in positions
     ]
-    pages = torch.full(
-        (2, 20, key_heads, page, size), math.nan
-    )  # what nobody wrote must not be read
+    pages = torch.full((2, 20, key_heads, page, size), math.nan)  # unwritten entries are not read
     tables = torch.zeros(5, 4, dtype=torch.int32)
     pages[:, 0] = 0
-    fresh = iter([7, 3, 12, 1, 9, 5, 15, 2])
+    free_pages = iter([7, 3, 12, 1, 9, 5, 15, 2])
     for row, position in enumerate(positions):
-        for place in range(position + 1):
-            if place % page == 0:
-                tables[row, place // page] = next(fresh)
-            if place < position:
-                pages[:, tables[row, place // page].long(), :, place % page] = whole[row][:, place]
+        for index in range(position + 1):
+            if index % page == 0:
+                tables[row, index // page] = next(free_pages)
+            if index < position:
+                pages[:, tables[row, index // page].long(), :, index % page] = rows[row][:, index]
     query = torch.randn(4, heads, size, generator=generator)
-    new = torch.stack([part[:, -1] for part in whole], 1)  # [2, rows, key heads, size]
-    where = torch.tensor([*positions, 0])  # and a slot that is not asked for
-    got = reference.paged_attention(query, *new, *pages, tables, where, 0.4, softcap, window)
-    for row, (keys, values) in enumerate(whole):
+    new = torch.stack([part[:, -1] for part in rows], 1)  # [2, rows, key heads, size]
+    all_positions = torch.tensor([*positions, 0])  # with a slot that has no query
+    got = reference.paged_attention(
+        query, *new, *pages, tables, all_positions, 0.4, softcap, window
+    )
+    for row, (keys, values) in enumerate(rows):
         for head in range(heads):
-            own = head // (heads // key_heads)
-            expected = plain_attention(
-                query[row, head], keys[:, own], values[:, own], 0.4, softcap, window
-            )
+            cached = keys[:, head // (heads // key_heads)], values[:, head // (heads // key_heads)]
+            expected = plain_attention(query[row, head], *cached, 0.4, softcap, window)
             torch.testing.assert_close(got[row, head].double(), expected, rtol=1e-5, atol=1e-5)
-        place = positions[row]
-        assert torch.equal(
-            pages[:, tables[row, place // page].long(), :, place % page], whole[row][:, -1]
-        )
+        last = positions[row]
+        written = pages[:, tables[row, last // page].long(), :, last % page]
+        assert torch.equal(written, rows[row][:, -1])
