@@ -92,9 +92,8 @@ def test_the_search_finds_every_scorer_that_evaluates() -> None:
     evaluating = {name for name, reason in gym_datasets.REFUSED.items() if "evaluate" in reason}
     assert len(evaluating) == 11
     assert {name for name in evaluating if dangerous_calls_of(name)} == evaluating
-    assert any(
-        "verify_solution: eval" in call for call in dangerous_calls_of("bitwise_arithmetic")
-    ), "one call down"
+    indirect_calls = dangerous_calls_of("bitwise_arithmetic")
+    assert any("verify_solution: eval" in call for call in indirect_calls)
 
 
 @pytest.mark.parametrize("name", sorted(gym_datasets.ALLOWED - SLOW))
