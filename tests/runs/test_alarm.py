@@ -1,4 +1,4 @@
-"""The alarm: what breaks a bound and what does not, when it speaks, what it does, and that a resumed run agrees."""
+"""Alarms: which metrics violate a bound, when an alarm is reported, and what it does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from eepo import recipe
 from eepo.assemble import build_trainer
 from eepo.config import AlarmConfig, RunConfig
 from eepo.runs import checkpoint
-from eepo.runs.alarm import ADVICE, MESSAGES, AlarmMonitor, alarms, active_alarms
+from eepo.runs.alarm import ADVICE, MESSAGES, AlarmMonitor, active_alarms, alarms
 from eepo.runs.jsonl import read_records
 from eepo.runs.progress import Progress
 from eepo.runs.runlog import ALARMS, METRICS, RunLog
@@ -24,21 +24,27 @@ from eepo.trainer import Interrupted
 from eepo.types import UserError
 
 HEALTHY = {
-    "stage1/reward": 0.5, "stage2/reward": 0.4, "stage1/entropy": 0.6, "stage2/entropy": 0.8,
-    "stage1/truncated_share": 0.1, "stage2/truncated_share": 0.2, "zero_advantage_share": 0.4,
-}  # fmt: skip
+    "stage1/reward": 0.5,
+    "stage2/reward": 0.4,
+    "stage1/entropy": 0.6,
+    "stage2/entropy": 0.8,
+    "stage1/truncated_share": 0.1,
+    "stage2/truncated_share": 0.2,
+    "zero_advantage_share": 0.4,
+}
 PATIENCE_3 = AlarmConfig(patience=3, entropy_above=3.0)
 
 
 def steps(number: int, first: int = 1, **values: float) -> list[dict[str, Any]]:
-    named = {key.replace("__", "/"): value for key, value in values.items()}
-    return [{"step": first + place} | HEALTHY | named for place in range(number)]
+    """Return rows of healthy metrics, except for `values` (`stage1__entropy` is stage1/entropy)."""
+    changed = {key.replace("__", "/"): value for key, value in values.items()}
+    return [{"step": first + index} | HEALTHY | changed for index in range(number)]
 
 
-# --- bounds -----------------------------------------------------------------------------------------------------------
+# --- bounds
 
 
-def test_a_healthy_run_raises_none() -> None:
+def test_a_healthy_run_has_no_alarms() -> None:
     assert alarms(steps(10), PATIENCE_3) == []
     assert alarms(steps(10), AlarmConfig()) == []
     assert alarms([], AlarmConfig(patience=1)) == []
@@ -65,18 +71,17 @@ def test_a_healthy_run_raises_none() -> None:
         ({"stage1__reward": 0.0}, "dead_stage_above", 0.4, 1, False),
     ],
 )
-def test_a_bound_broken_for_as_long_as_patience_lasts(
+def test_a_bound_violated_for_patience_steps_in_a_row_is_an_alarm(
     values: dict[str, float], name: str, value: float, stage: int | None, over_exploring: bool
 ) -> None:
-    (found,) = alarms(steps(3, **values), PATIENCE_3)
-    assert (found.name, found.stage, found.over_exploring) == (name, stage, over_exploring)
-    assert found.value == pytest.approx(value)
-    assert found.bound == getattr(PATIENCE_3, name)
-    assert name in str(found)
-    assert alarms(steps(2, **values), PATIENCE_3) == [], "too early"
-    assert alarms([*steps(2, **values), *steps(1, 3), *steps(2, 4, **values)], PATIENCE_3) == [], (
-        "not in a row"
-    )
+    (alarm,) = alarms(steps(3, **values), PATIENCE_3)
+    assert (alarm.name, alarm.stage, alarm.over_exploring) == (name, stage, over_exploring)
+    assert alarm.value == pytest.approx(value)
+    assert alarm.bound == getattr(PATIENCE_3, name)
+    assert name in str(alarm)
+    assert alarms(steps(2, **values), PATIENCE_3) == []
+    not_in_a_row = [*steps(2, **values), *steps(1, 3), *steps(2, 4, **values)]
+    assert alarms(not_in_a_row, PATIENCE_3) == []
     off = dataclasses.replace(PATIENCE_3, **{name: "off"})
     assert alarms(steps(3, **values), off) == []
 
@@ -85,138 +90,149 @@ def test_a_bound_broken_for_as_long_as_patience_lasts(
     "values",
     [
         {"stage1__entropy": 0.01},
-        {"stage2__entropy": 0.001},  # θ′ is not the policy
+        {"stage2__entropy": 0.001},  # only stage 1 shows the entropy of the policy
         {"stage2__truncated_share": 0.5},
         {"zero_advantage_share": 0.95},
-        {
-            "stage1__reward": 0.0,
-            "stage2__reward": 0.0,
-        },  # nothing solved yet: no stage is worse than the other
-        {"stage1__reward": 0.049, "stage2__reward": 0.0},  # chance, where hardly anything is solved
+        # Nothing is solved yet, so no stage is worse than the other.
+        {"stage1__reward": 0.0, "stage2__reward": 0.0},
+        # Hardly anything is solved, so a stage without reward is chance.
+        {"stage1__reward": 0.049, "stage2__reward": 0.0},
         {"stage1__reward": 0.5, "stage2__reward": 0.026},
         {"stage1__entropy": float("nan")},
     ],
 )
-def test_on_the_bound_is_not_over_it(values: dict[str, float]) -> None:
+def test_values_on_or_inside_a_bound_are_no_alarm(values: dict[str, float]) -> None:
     assert alarms(steps(5, **values), PATIENCE_3) == []
 
 
-def test_grpo_has_one_stage_and_nothing_to_halve() -> None:
+def test_with_one_stage_unlearning_is_never_the_cause() -> None:
     rows = [{"step": 1, "stage1/reward": 0.0, "stage1/entropy": 9.0, "stage1/truncated_share": 0.9}]
-    found = alarms(rows, AlarmConfig(patience=1, entropy_above=3.0))
-    assert [(alarm.name, alarm.over_exploring) for alarm in found] == [
-        ("entropy_above", False), ("truncated_share_above", False),
-    ]  # fmt: skip
+    raised = alarms(rows, AlarmConfig(patience=1, entropy_above=3.0))
+    assert [(alarm.name, alarm.over_exploring) for alarm in raised] == [
+        ("entropy_above", False),
+        ("truncated_share_above", False),
+    ]
 
 
-def test_rows_without_the_metrics_raise_none() -> None:
+def test_rows_without_the_metrics_are_no_alarm() -> None:
     assert alarms([{"step": step} for step in range(5)], PATIENCE_3) == []
 
 
-def test_every_bound_has_words_and_advice() -> None:
+def test_every_bound_has_a_message_and_advice() -> None:
     bounds = {field.name for field in dataclasses.fields(AlarmConfig)} - {"action", "patience"}
     assert set(MESSAGES) == set(ADVICE) == bounds
 
 
-# --- the guard --------------------------------------------------------------------------------------------------------
+# --- the monitor
 
 
-def feed(guard: AlarmMonitor, rows: list[dict[str, Any]]) -> list[tuple[int, str, str, str]]:
+def events_of(monitor: AlarmMonitor, rows: list[dict[str, Any]]) -> list[tuple[int, str, str, str]]:
     return [
         (event.step, event.state, event.alarm.name, event.action)
         for row in rows
-        for event in guard.events(row)
+        for event in monitor.events(row)
     ]
 
 
-def test_it_speaks_once_when_an_alarm_starts_and_once_when_it_ends(tmp_path: Path) -> None:
+def test_an_alarm_is_reported_once_at_its_start_and_once_at_its_end(tmp_path: Path) -> None:
     rows = [*steps(6, stage2__reward=0.0), *steps(4, 7), *steps(3, 11, stage2__reward=0.0)]
-    assert feed(AlarmMonitor(PATIENCE_3, tmp_path), rows) == [
+    assert events_of(AlarmMonitor(PATIENCE_3, tmp_path), rows) == [
         (3, "on", "dead_stage_above", "warn"),
         (7, "off", "dead_stage_above", "warn"),
         (13, "on", "dead_stage_above", "warn"),
     ]
 
 
-def test_halving_is_tried_again_when_patience_runs_out_again(tmp_path: Path) -> None:
+def test_halving_is_repeated_if_the_alarm_lasts_another_patience(tmp_path: Path) -> None:
     config = dataclasses.replace(PATIENCE_3, action="halve_unlearn_lr")
     rows = [*steps(9, stage2__reward=0.0), *steps(1, 10)]
-    said = feed(AlarmMonitor(config, tmp_path), rows)
-    assert [(step, state) for step, state, _, _ in said] == [
-        (3, "on"),
-        (6, "still"),
-        (9, "still"),
-        (10, "off"),
-    ]
-    assert [action for *_, action in said] == ["halve_unlearn_lr"] * 3 + ["warn"]
+    events = events_of(AlarmMonitor(config, tmp_path), rows)
+    states = [(step, state) for step, state, _, _ in events]
+    assert states == [(3, "on"), (6, "still"), (9, "still"), (10, "off")]
+    assert [action for *_, action in events] == ["halve_unlearn_lr"] * 3 + ["warn"]
 
 
-def test_halving_never_answers_a_collapse(tmp_path: Path) -> None:
+def test_a_collapse_never_halves_unlearning(tmp_path: Path) -> None:
     config = dataclasses.replace(PATIENCE_3, action="halve_unlearn_lr")
-    assert feed(AlarmMonitor(config, tmp_path), steps(9, stage1__entropy=0.001)) == [
+    assert events_of(AlarmMonitor(config, tmp_path), steps(9, stage1__entropy=0.001)) == [
         (3, "on", "entropy_below", "warn")
     ]
 
 
 @pytest.mark.parametrize("action", ["warn", "stop", "halve_unlearn_lr"])
-def test_a_guard_that_begins_in_the_middle_says_what_one_from_the_start_says(
-    action: str, tmp_path: Path
-) -> None:
+def test_a_monitor_of_a_resumed_run_reports_the_same_events(action: str, tmp_path: Path) -> None:
     config = dataclasses.replace(PATIENCE_3, action=action)
     rows = [
         *steps(8, stage2__reward=0.0),
         *steps(2, 9, stage1__entropy=0.001),
         *steps(5, 11, stage1__entropy=0.0),
     ]
-    whole = feed(AlarmMonitor(config, tmp_path), rows)
+    whole = events_of(AlarmMonitor(config, tmp_path), rows)
     assert len(whole) >= 3
     for cut in range(len(rows) + 1):
         log = RunLog(tmp_path / str(cut))
-        before = AlarmMonitor(config, log.folder)
-        said = []
+        monitor, before = AlarmMonitor(config, log.folder), []
         for row in rows[:cut]:
             log.append(METRICS, row)
-            events = before.events(row)
+            events = monitor.events(row)
             log.append(ALARMS, *(event.row() for event in events))
-            said += [(event.step, event.state, event.alarm.name, event.action) for event in events]
-        assert said + feed(AlarmMonitor(config, log.folder), rows[cut:]) == whole
+            before += [(e.step, e.state, e.alarm.name, e.action) for e in events]
+        after = events_of(AlarmMonitor(config, log.folder), rows[cut:])
+        assert before + after == whole
 
 
-def test_a_bound_changed_on_resume_is_judged_anew(tmp_path: Path) -> None:
+def test_a_bound_changed_on_resume_applies_to_earlier_rows_too(tmp_path: Path) -> None:
     log = RunLog(tmp_path)
     log.append(METRICS, *steps(5, stage1__entropy=0.3))
     tighter = dataclasses.replace(PATIENCE_3, entropy_below=0.4)
-    assert feed(AlarmMonitor(tighter, tmp_path), steps(1, 6, stage1__entropy=0.3)) == [
+    assert events_of(AlarmMonitor(tighter, tmp_path), steps(1, 6, stage1__entropy=0.3)) == [
         (6, "on", "entropy_below", "warn")
     ]
 
 
-def test_standing_alarms_are_those_last_said_to_be_on() -> None:
+def test_active_alarms_are_those_that_have_not_ended() -> None:
     rows = [
-        {"step": 3, "alarm": "a", "state": "on"}, {"step": 4, "alarm": "b", "state": "on"},
-        {"step": 6, "alarm": "a", "state": "still"}, {"step": 7, "alarm": "b", "state": "off"},
-    ]  # fmt: skip
+        {"step": 3, "alarm": "a", "state": "on"},
+        {"step": 4, "alarm": "b", "state": "on"},
+        {"step": 6, "alarm": "a", "state": "still"},
+        {"step": 7, "alarm": "b", "state": "off"},
+    ]
     assert active_alarms(rows) == {"a": rows[2]}
 
 
-# --- in a run ---------------------------------------------------------------------------------------------------------
+# --- in a run
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def tiny(**sections: dict[str, Any]) -> RunConfig:
-    """Of two steps' patience, with a bound that every step breaks in stage 1 and 2."""
+    """Return a recipe with a patience of 2 and an entropy bound that every step violates."""
     tables: dict[str, Any] = {
         "task": {"num_evaluation": 1},
-        "algorithm": {"group_size": 4, "max_new_tokens": 10, "kl_coef": 0.0, "gate": "always", "unlearn_lr": 1e-3},
-        "training": {"num_steps": 5, "prompts_per_step": 2, "prompts_per_mini_batch": 2, "checkpoint_every": 1},
+        "algorithm": {
+            "group_size": 4,
+            "max_new_tokens": 10,
+            "kl_coef": 0.0,
+            "gate": "always",
+            "unlearn_lr": 1e-3,
+        },
+        "training": {
+            "num_steps": 5,
+            "prompts_per_step": 2,
+            "prompts_per_mini_batch": 2,
+            "checkpoint_every": 1,
+        },
         "evaluation": {"num_samples": 1},
         "alarm": {
-            "patience": 2, "entropy_above": 0.0, "truncated_share_above": "off", "zero_advantage_share_above": "off",
-            "dead_stage_above": "off", "entropy_below": "off",
+            "patience": 2,
+            "entropy_above": 0.0,
+            "entropy_below": "off",
+            "truncated_share_above": "off",
+            "zero_advantage_share_above": "off",
+            "dead_stage_above": "off",
         },
-    }  # fmt: skip
+    }
     return recipe.parse(
         RunConfig, {key: tables.get(key, {}) | sections.get(key, {}) for key in tables}, "test"
     )
@@ -228,7 +244,7 @@ def run(config: RunConfig, out: Path, resume: bool = False) -> str:
     return screen.getvalue()
 
 
-def test_a_warning_is_on_the_screen_and_in_the_log(tmp_path: Path) -> None:
+def test_a_warning_is_printed_and_recorded(tmp_path: Path) -> None:
     screen = run(tiny(), tmp_path)
     assert screen.count("alarm at step 2: the entropy of stage 1 is") == 1
     assert "(entropy_above = 0)" in screen
@@ -245,7 +261,7 @@ def test_a_warning_is_on_the_screen_and_in_the_log(tmp_path: Path) -> None:
     assert row == expected | {"value": second["stage1/entropy"]}
 
 
-def test_stop_saves_the_step_says_how_to_go_on_and_does_not_stop_there_again(
+def test_stop_saves_a_checkpoint_and_prints_how_to_resume(
     tmp_path: Path,
 ) -> None:
     config = tiny(alarm={"action": "stop"}, training={"checkpoint_every": 0})
@@ -254,14 +270,9 @@ def test_stop_saves_the_step_says_how_to_go_on_and_does_not_stop_there_again(
     line = str(caught.value)
     assert isinstance(caught.value, UserError)
     assert len(line.splitlines()) == 1
-    for part in (
-        "after step 2",
-        "entropy_above",
-        ADVICE["entropy_above"],
-        "--resume",
-        "--set alarm.action=warn",
-    ):
+    for part in ("after step 2", "entropy_above", "--resume", "--set alarm.action=warn"):
         assert part in line
+    assert ADVICE["entropy_above"] in line
     latest = checkpoint.latest(tmp_path / "checkpoints")
     assert latest is not None
     assert checkpoint.step_of(latest) == 2
@@ -271,7 +282,7 @@ def test_stop_saves_the_step_says_how_to_go_on_and_does_not_stop_there_again(
     assert len(list(read_records(tmp_path / ALARMS))) == 1
 
 
-def test_an_alarm_at_the_last_step_stops_nothing(tmp_path: Path) -> None:
+def test_an_alarm_at_the_last_step_does_not_stop_the_run(tmp_path: Path) -> None:
     run(tiny(alarm={"action": "stop"}, training={"num_steps": 2}), tmp_path)
     assert (tmp_path / "final").is_dir()
     assert len(list(read_records(tmp_path / ALARMS))) == 1
@@ -281,23 +292,22 @@ def rates(folder: Path) -> list[float]:
     return [row["unlearn/lr"] for row in read_records(folder / METRICS)]
 
 
-def test_halving_takes_hold_with_the_next_step_and_outlives_a_resume(tmp_path: Path) -> None:
+def test_halving_starts_with_the_next_step_and_survives_a_resume(tmp_path: Path) -> None:
     config = tiny(alarm={"action": "halve_unlearn_lr"})
     run(config, tmp_path / "whole")
     assert rates(tmp_path / "whole") == [1e-3, 1e-3, 5e-4, 5e-4, 2.5e-4]
     assert [row["state"] for row in read_records(tmp_path / "whole" / ALARMS)] == ["on", "still"]
     short = dataclasses.replace(config, training=dataclasses.replace(config.training, num_steps=3))
     run(short, tmp_path / "cut")
-    with (tmp_path / "cut" / ALARMS).open("a") as file:  # of steps after the checkpoint, and torn
-        file.write(
-            '{"step": 4, "state": "on", "alarm": "entropy_below", "value": 0, "bound": 1, "stage": null}\n{"st'
-        )
+    lost = {"step": 4, "state": "on", "alarm": "entropy_below", "value": 0, "bound": 1}
+    with (tmp_path / "cut" / ALARMS).open("a") as file:  # after the checkpoint, and unfinished
+        file.write(json.dumps(lost | {"stage": None}) + '\n{"st')
     run(config, tmp_path / "cut", resume=True)
     assert rates(tmp_path / "cut") == rates(tmp_path / "whole")
     assert (tmp_path / "cut" / ALARMS).read_bytes() == (tmp_path / "whole" / ALARMS).read_bytes()
 
 
-def test_with_an_automatic_rate_the_kl_target_is_halved(tmp_path: Path) -> None:
+def test_with_unlearn_lr_auto_the_kl_target_is_halved(tmp_path: Path) -> None:
     automatic = {"unlearn_lr": "auto", "unlearn_kl_target": 1e-3}
     run(
         tiny(alarm={"action": "halve_unlearn_lr"}, algorithm=automatic, training={"num_steps": 3}),
@@ -309,7 +319,7 @@ def test_with_an_automatic_rate_the_kl_target_is_halved(tmp_path: Path) -> None:
     assert third == pytest.approx(5e-4, rel=0.11)
 
 
-def test_a_checkpoint_from_before_alarms_existed_goes_on_at_full_rate(tmp_path: Path) -> None:
+def test_a_checkpoint_without_unlearn_scale_resumes_at_the_full_rate(tmp_path: Path) -> None:
     run(tiny(training={"num_steps": 1}), tmp_path)
     path = tmp_path / "checkpoints" / "step-000001" / checkpoint.STATE
     state = json.loads(path.read_text())
