@@ -54,7 +54,7 @@ class EEPO:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.gate.history = list(state["gate_history"])
-        self.auto_lr, self.unlearn_scale = state["auto_lr"], state["unlearn_scale"]
+        self.auto_lr, self.unlearn_scale = state["auto_lr"], state.get("unlearn_scale", 1.0)
 
     def step(self, prompts: list[Prompt], sampling: Sampling, metrics: StepMetrics) -> Rollout:
         """Run one policy iteration."""
