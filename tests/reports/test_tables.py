@@ -21,8 +21,8 @@ def test_measures_of_one_seed(write_run):
     row = rows_of([read_run(write_run(correct=[32, 0, 8, 0]))])["grpo"]
     assert row.measures["greedy"].mean == 0.25
     assert row.measures["mean"].mean == 0.3125
-    wrong = math.comb(24, 8) / math.comb(32, 8)
-    assert row.measures["pass@8"].mean == pytest.approx((2 - wrong) / 4)
+    all_wrong = math.comb(24, 8) / math.comb(32, 8)
+    assert row.measures["pass@8"].mean == pytest.approx((2 - all_wrong) / 4)
     assert row.measures["pass@32"].mean == 0.5
     assert row.measures["distinct"].mean == 1.5
     assert row.seconds.mean == 60.0
@@ -39,10 +39,12 @@ def test_measures_over_seeds(write_run):
         read_run(write_run(seed=0, correct=[32, 0, 0, 0])),
         read_run(write_run(seed=1, correct=[32, 32, 0, 0])),
     ]
-    found = rows_of(runs)["grpo"].measures["mean"]
+    estimate = rows_of(runs)["grpo"].measures["mean"]
     half = 12.706 * math.sqrt(0.03125) / math.sqrt(2)
-    assert found.over == "seeds"
-    assert (found.mean, found.low, found.high) == pytest.approx((0.375, 0.375 - half, 0.375 + half))
+    assert estimate.over == "seeds"
+    assert (estimate.mean, estimate.low, estimate.high) == pytest.approx(
+        (0.375, 0.375 - half, 0.375 + half)
+    )
 
 
 def test_the_starting_policy_counts_once(write_run):
@@ -235,4 +237,4 @@ def test_a_significant_difference_has_a_direction(write_run):
     runs = [read_run(write_run("grpo", seed, [16, 16, 16, 16])) for seed in (0, 1, 2)]
     runs += [read_run(write_run("eepo", seed, [1, 1 + seed, 1, 1])) for seed in (0, 1, 2)]
     assert re.search(r"excludes 0\): [^.]*mean \(eepo lower\)", summary(runs))
-    assert re.search(r" No significant difference: [^.]*greedy[^.]*\.", summary(runs))
+    assert re.search(r" Not significant: [^.]*greedy[^.]*\.", summary(runs))

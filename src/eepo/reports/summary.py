@@ -201,7 +201,7 @@ def _verdict(method: str, differences: dict[str, list[float]]) -> str:
     if not significant:
         return "No significant difference: no interval excludes 0."
     shown = f"Significant (interval excludes 0): {', '.join(significant)}."
-    return f"{shown} No significant difference: {', '.join(others)}." if others else shown
+    return f"{shown} Not significant: {', '.join(others)}." if others else shown
 
 
 def _differences(pairs: Sequence[tuple[Run, Run]], eval_set: str, measure: str) -> list[float]:
