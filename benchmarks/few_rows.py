@@ -285,7 +285,7 @@ def profile(args: argparse.Namespace, device: torch.device) -> None:
     num_rows = [int(number) for number in args.profile_rows.split(",")]
     num_slots = max(num_rows)
     model = shapes.new_model(args.profile, torch.bfloat16, device)
-    engine = shapes.Forced(model, num_slots, {})
+    engine = shapes.FixedLengthEngine(model, num_slots, {})
     if reason := engine.unsupported_reason():
         raise SystemExit(f"the paged engine does not support this model here: {reason}")
     if args.compiled:
@@ -339,7 +339,7 @@ def _print_kernels(
     with torch.profiler.profile() as profiler:
         for _ in range(num_steps):
             step()
-        shapes.wait(device)
+        shapes.synchronize(device)
     rows = []
     for event in profiler.key_averages():
         total = event.self_device_time_total if on_gpu else event.self_cpu_time_total

@@ -74,7 +74,7 @@ def paged_engine(
     model: Any, args: argparse.Namespace, cases: list[Case], compiled: bool
 ) -> Sampler | None:
     rollout_model = copy.deepcopy(model)
-    engine = shapes.Forced(rollout_model, args.rows, {})
+    engine = shapes.FixedLengthEngine(rollout_model, args.rows, {})
     reason = engine.unsupported_reason()
     if reason:
         sys.exit(f"the paged engine does not support this model here: {reason}")
@@ -195,7 +195,7 @@ def measure(
     """Run a case and return the columns of `HEADER` after the name."""
     started = time.perf_counter()
     num_tokens = sampler(case)
-    shapes.wait(device)
+    shapes.synchronize(device)
     first = time.perf_counter() - started
     seconds = shapes.median_seconds(lambda: sampler(case), case.repeats, device, warm=0)
     memory = f"{torch.cuda.max_memory_allocated() / 1e9:.1f}" if device.type == "cuda" else ""

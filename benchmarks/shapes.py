@@ -1,4 +1,4 @@
-"""What the speed benchmarks share: models by their published shapes with random weights, lengths, timing, tables."""
+"""Shared by the speed benchmarks: random models of published shapes, lengths, timing, tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = (
     "num_attention_heads",
     "num_key_value_heads",
 )
-SHAPES = {  # Qwen2.5, and one to try the scripts with
+SHAPES = {  # Qwen2.5's, and a tiny one to test the scripts
     "tiny": dict(zip(NAMES, (64, 128, 2, 4, 2), strict=True)),
     "0.5B": dict(zip(NAMES, (896, 4864, 24, 14, 2), strict=True)),
     "1.5B": dict(zip(NAMES, (1536, 8960, 28, 12, 2), strict=True)),
@@ -33,7 +33,7 @@ END = 151643
 
 
 class NoTokenizer:
-    """Random weights write nothing that is worth reading."""
+    """Stands in for a tokenizer: the text of a random model is not needed."""
 
     eos_token_id = pad_token_id = END
 
@@ -44,11 +44,11 @@ class NoTokenizer:
         return [""] * len(rows)
 
 
-class Forced(PagedEngine):
-    """With a length for each (prompt, sample), and no end before it: random weights never end.
+class FixedLengthEngine(PagedEngine):
+    """Samples completions of given lengths, by (prompt id, sample): a random model never ends them.
 
-    Its cache stays between calls if it would in a run that trains such a model on this card: with checkpointing, if
-    nothing else is said.
+    The KV cache stays allocated between calls if a run that trains such a model on this GPU would
+    keep it. `training` describes that run; by default it uses gradient checkpointing.
     """
 
     def __init__(
@@ -62,14 +62,13 @@ class Forced(PagedEngine):
         if model.device.type == "cuda":
             shape = memory.shape_of(model.config, num_parameters(model))
             config = RunConfig(model=training or ModelConfig(gradient_checkpointing=True))
-            keep = memory.spare(
-                shape, config, torch.bfloat16, torch.cuda.mem_get_info(model.device)[1]
-            )
+            total = torch.cuda.mem_get_info(model.device)[1]
+            keep = memory.cache_bytes(shape, config, torch.bfloat16, total)
         super().__init__(model, NoTokenizer(), max_rows, keep_bytes=keep)
-        self.ends.fill_(-1)
+        self.end_tokens.fill_(-1)
         self.lengths = lengths
 
-    def limit(self, prompt: Prompt, sample: int, sampling: Sampling) -> int:
+    def completion_limit(self, prompt: Prompt, sample: int, sampling: Sampling) -> int:
         return min(self.lengths[prompt.id, sampling.first_sample + sample], sampling.max_new_tokens)
 
 
@@ -102,17 +101,17 @@ def num_parameters(model: Any) -> int:
 def prompts(count: int, length: int, seed: int = 0) -> list[Prompt]:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(1000, 150000, (count, length), generator=generator).tolist()
-    return [Prompt(f"p{place}", "", tuple(row), None) for place, row in enumerate(ids)]
+    return [Prompt(f"p{index}", "", tuple(row), None) for index, row in enumerate(ids)]
 
 
 def long_tail(count: int, mean: float, longest: int, seed: int = 0) -> list[int]:
-    """Log-normal lengths, cut at `longest`: sigma 1, so that a few are ten times the median."""
+    """Draw log-normal lengths, cut at `longest`. With sigma 1 a few are ten times the median."""
     generator = torch.Generator().manual_seed(seed)
-    raw = (torch.randn(count, generator=generator)).exp()
-    return [max(1, min(longest, round(length))) for length in (raw * (mean / 1.6487)).tolist()]
+    lengths = torch.randn(count, generator=generator).exp() * (mean / 1.6487)  # exp(1/2)
+    return [max(1, min(longest, round(length))) for length in lengths.tolist()]
 
 
-def completion_of(length: int, seed: int) -> Completion:
+def random_completion(length: int, seed: int) -> Completion:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(1000, 150000, (length,), generator=generator).tolist()
     return Completion(tuple(ids), (-12.0,) * length, "", True, (11.0,) * length)
@@ -122,46 +121,38 @@ def median_seconds(
     work: Callable[[], Any], repeats: int, device: torch.device, warm: int = 1
 ) -> float:
     seconds = []
-    for turn in range(warm + repeats):
-        wait(device)
+    for repeat in range(warm + repeats):
+        synchronize(device)
         started = time.perf_counter()
         work()
-        wait(device)
-        if turn >= warm:
+        synchronize(device)
+        if repeat >= warm:
             seconds.append(time.perf_counter() - started)
     return statistics.median(seconds)
 
 
-def wait(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def matrix_rate(device: torch.device) -> float:
-    """bf16 products, FLOP/s, measured."""
+    """Measure bf16 matrix products, in FLOP/s."""
     size = 8192 if device.type == "cuda" else 512
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return 2 * size**3 / median_seconds(lambda: [a @ b for _ in range(5)], 5, device) * 5
+    seconds = median_seconds(lambda: [a @ b for _ in range(5)], 5, device)
+    return 2 * size**3 / seconds * 5
 
 
 def copy_rate(device: torch.device) -> float:
-    """Bytes read and written a second, measured."""
-    source = torch.empty(
-        (1 << 31) if device.type == "cuda" else (1 << 24), dtype=torch.uint8, device=device
-    )
+    """Measure copies on the device, in bytes read and written per second."""
+    num_bytes = 1 << (31 if device.type == "cuda" else 24)
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return (
-        2
-        * source.numel()
-        / median_seconds(lambda: [target.copy_(source) for _ in range(5)], 5, device)
-        * 5
-    )
+    seconds = median_seconds(lambda: [target.copy_(source) for _ in range(5)], 5, device)
+    return 2 * num_bytes / seconds * 5
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    lines = [
-        list(map(str, head)),
-        ["---"] * len(head),
-        *([str(cell) for cell in row] for row in rows),
-    ]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)

@@ -31,7 +31,7 @@ from eepo.config import AlgorithmConfig, ModelConfig
 from eepo.model.compilation import compile_layers
 from eepo.model.optimizers import build_optimizer
 from eepo.model.policy import Policy
-from eepo.rollout.fused_linear import compile_packed
+from eepo.rollout.fused_linear import compile_fused
 from eepo.types import Prompt, Sampling, Verdict
 
 NUM_PROMPTS, MINI_BATCH, GROUP = 128, 64, 8
@@ -55,17 +55,17 @@ def ours(args: argparse.Namespace, device: torch.device, **options: Any) -> list
     by_row = {(prompts[place // GROUP].id, place % GROUP): n for place, n in enumerate(lengths)}
     model = shapes.new_model(args.shape, torch.float32, device)
     training = ModelConfig(micro_batch_tokens=args.tokens, head_tokens=args.head)
-    engine = shapes.Forced(copy.deepcopy(model).to(torch.bfloat16), args.rows, by_row, training)
+    engine = shapes.FixedLengthEngine(copy.deepcopy(model).to(torch.bfloat16), args.rows, by_row, training)
     frozen = copy.deepcopy(model).requires_grad_(False)
-    reference = Policy(frozen, args.tokens, args.head, dtype=torch.bfloat16)
+    reference = Policy(frozen, args.tokens, args.head, matrix_dtype=torch.bfloat16)
     policy = Policy(model, args.tokens, args.head)
-    problem = engine.unusable()
+    problem = engine.unsupported_reason()
     if problem:
         raise SystemExit(f"the paged engine cannot be used here: {problem}")
     if args.compile:
         for each in (model, reference.model):
             compile_layers(each)
-        compile_packed(engine.model)
+        compile_fused(engine.model)
     algorithm = EEPO(
         policy=policy, reference=reference, engine=engine, reward=Drawn(),
         optimizer=build_optimizer("adamw", model.parameters(), 1e-7, 0.01, 0),
@@ -76,7 +76,7 @@ def ours(args: argparse.Namespace, device: torch.device, **options: Any) -> list
     for turn in range(args.warm + args.repeats):
         metrics = StepMetrics(device)
         algorithm.step(prompts, Sampling(1.0, args.new, stream=str(turn)), metrics)
-        shapes.wait(device)
+        shapes.synchronize(device)
         rows.append(metrics.result())
         print(f"  step {turn}: {rows[-1]['seconds/total']:.2f} s", flush=True)
     return rows[args.warm :]
@@ -116,7 +116,7 @@ def trl(
 
     class Clock(TrainerCallback):
         def on_step_end(self, *given: Any, **also: Any) -> None:
-            shapes.wait(device)
+            shapes.synchronize(device)
             ends.append(time.perf_counter())
 
     rows_at_once, on_gpu = args.trl_rows, device.type == "cuda"
