@@ -1,7 +1,7 @@
 """The vLLM engine: runs vLLM in this process and streams weights into it (extra `vllm`).
 
 vLLM starts from the model's config alone, and the weights are loaded afterwards. So any policy
-works, also one that was never saved. The prefix cache holds keys and values of the weights that
+works, even if it was never saved. The prefix cache holds keys and values of the weights that
 computed them, so every `load_weights` clears it. On a GPU the engine sleeps between calls: its KV
 cache is freed and its weights move to host memory, so the policy can train on the same GPU. It
 wakes up by itself. On the CPU there is no sleep mode.

@@ -345,11 +345,11 @@ def test_unsupported_family_gives_a_reason_and_stays_unchanged(
     family: str, shape: dict[str, Any], reason: str, new_model: Any, tokenizer: Any
 ) -> None:
     model = new_model(family, **shape)
-    own_attention, ids = model.config._attn_implementation, torch.tensor([[3, 4, 5]])
+    default_attention, ids = model.config._attn_implementation, torch.tensor([[3, 4, 5]])
     with torch.no_grad():
         before = model(input_ids=ids).logits
         assert reason in PagedEngine(model, tokenizer).unsupported_reason()
-        assert model.config._attn_implementation == own_attention
+        assert model.config._attn_implementation == default_attention
         assert torch.equal(model(input_ids=ids).logits, before)
 
 

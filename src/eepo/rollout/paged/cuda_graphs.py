@@ -144,7 +144,7 @@ class DecodeBuffers:
         self.state.live.copy_(live)
 
     def _try_capture(self, size: int) -> str:
-        """Capture the graph of one size; return the error as one line, or nothing."""
+        """Capture the graph of one size; return the error as one line, or ""."""
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._graph_memory):

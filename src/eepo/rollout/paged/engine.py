@@ -72,12 +72,12 @@ class PagedEngine(TransformersEngine):
         self._pages_per_slot = 0.0
 
     def unsupported_reason(self) -> str:
-        """Return why this engine cannot run the model, or nothing.
+        """Return why this engine cannot run the model, or "".
 
         Compares hidden states from the paged cache with those of the model's own attention.
         """
-        if self.device.type == "cuda" and (missing := kernels.unavailable_reason()):
-            return missing
+        if self.device.type == "cuda" and (reason := kernels.unavailable_reason()):
+            return reason
         ids = torch.arange(1, 2 * PAGE_SIZE // 3, device=self.device).unsqueeze(0)
         ids %= self.model.config.vocab_size
 
@@ -86,14 +86,14 @@ class PagedEngine(TransformersEngine):
             return output.last_hidden_state[0, -2:]
 
         with torch.inference_mode():
-            own_attention = self.model.config._attn_implementation
+            default_attention = self.model.config._attn_implementation
             expected = last_two()
             try:
                 paged = self.cache.last_two_hidden_states(ids)
                 reason = attention_mismatch(self.model, paged, expected, last_two)
             except (NotImplementedError, TypeError, RuntimeError, AttributeError) as error:
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        self.model.config._attn_implementation = own_attention if reason else ATTENTION_NAME
+        self.model.config._attn_implementation = default_attention if reason else ATTENTION_NAME
         return reason
 
     @torch.inference_mode()

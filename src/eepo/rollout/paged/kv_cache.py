@@ -62,8 +62,10 @@ class PagedKVCache:
 
         The signature is that of attention functions in `transformers`.
         """
-        if self.pages is None or options.get("s_aux") is not None:
+        if options.get("s_aux") is not None:
             raise NotImplementedError("paged attention does not support attention sinks")
+        if self.pages is None:
+            raise RuntimeError("the KV cache is not allocated")
         scaling = options.get("scaling")
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
         window, softcap = options.get("sliding_window") or 0, options.get("softcap") or 0.0
