@@ -190,7 +190,8 @@ def _alive(pid: int) -> bool:
     [
         (
             "nothing",
-            "must be one of auto, countdown, exact, math, reasoning_gym, or module:function",
+            "must be one of auto, countdown, exact, shortcut, math, reasoning_gym, "
+            "or module:function",
         ),
         ("no_such_module:grade", "no module no_such_module"),
         ("os:", "module:function"),

@@ -73,7 +73,8 @@ def test_evaluation_problems_never_occur_in_training_or_demonstrations(tokenizer
     held_out = identities(sets["in_range"]) | identities(sets["out_of_range"])
     assert len(held_out) == 24  # no duplicates
     assert not held_out & identities(task.training_prompts(0, 400))
-    assert not held_out & identities([prompt for prompt, _ in task.demonstrations(0, 400)])
+    demonstrated = [demonstration.prompt for demonstration in task.demonstrations(0, 400)]
+    assert not held_out & identities(demonstrated)
     finite = Countdown(replace(FEW_PROBLEMS, num_train=60), tokenizer)
     assert not held_out & identities(finite.training_prompts(0, 120))
 
@@ -102,16 +103,20 @@ def test_both_ends_of_every_range_are_drawn(tokenizer: Any) -> None:
 @pytest.mark.parametrize("num_numbers", [2, 4, 6])
 def test_every_demonstration_earns_the_reward(num_numbers: int, tokenizer: Any) -> None:
     task = Countdown(CountdownConfig(num_numbers=num_numbers, num_evaluation=5), tokenizer)
-    prompts, expressions = zip(*task.demonstrations(0, 200), strict=True)
-    assert [v.reward for v in CountdownReward().grade(prompts, expressions)] == [1.0] * 200
+    demonstrations = task.demonstrations(0, 200)
+    prompts = [demonstration.prompt for demonstration in demonstrations]
+    expressions = [demonstration.text for demonstration in demonstrations]
+    verdicts = CountdownReward().grade(prompts, expressions)
+    assert [verdict.reward for verdict in verdicts] == [1.0] * 200
     targets = Counter(prompt.answer["target"] <= 60 for prompt in prompts)
     assert targets == {True: 100, False: 100}  # a warm start sees both ranges
 
 
 def test_demonstrations_survive_encoding_and_decoding(tokenizer: Any) -> None:
     task = Countdown(CountdownConfig(num_evaluation=5), tokenizer)
-    for _, expression in task.demonstrations(0, 50):
-        assert tokenizer.decode(tokenizer(expression).input_ids) == expression
+    for demonstration in task.demonstrations(0, 50):
+        token_ids = tokenizer(demonstration.text).input_ids
+        assert tokenizer.decode(token_ids) == demonstration.text
 
 
 def test_prompts_follow_the_template(tokenizer: Any) -> None:

@@ -143,8 +143,8 @@ def test_demonstrations_are_solutions(config: DatasetConfig, plain: Any) -> None
         {"problem": "3+3?", "answer": "3+3 = 6\n#### 6"},
     ]
     Path(config.data_dir, "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    pairs = Dataset(config, plain).demonstrations(1, 2)
-    assert [(prompt.text, prompt.answer, completion) for prompt, completion in pairs] == [
+    demonstrations = Dataset(config, plain).demonstrations(1, 2)
+    assert [(each.prompt.text, each.prompt.answer, each.text) for each in demonstrations] == [
         ("3+3?", "6", "3+3 = 6\nThe final answer is \\boxed{6}."),
         ("1+1?", "2", r"Two, so $\boxed{2}$."),
     ]

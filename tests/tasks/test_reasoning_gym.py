@@ -108,8 +108,9 @@ def test_fractions_in_an_entry_become_text(task: Callable[..., ReasoningGym]) ->
 
 
 def test_demonstrations_are_boxed_answers(task: Callable[..., ReasoningGym]) -> None:
-    prompt, text = task().demonstrations(3, 1)[0]
-    assert text == f"\\boxed{{{prompt.answer['entry']['answer']}}}"
+    (demonstration,) = task().demonstrations(3, 1)
+    answer = demonstration.prompt.answer["entry"]["answer"]
+    assert demonstration.text == f"\\boxed{{{answer}}}"
 
 
 def test_refused_data_sets_are_refused_when_the_task_is_built(

@@ -82,9 +82,8 @@ def test_evaluation_sums_never_occur_in_training_or_demonstrations() -> None:
     trained = asked_terms(sums.training_prompts(0, 400))
     assert len(set(trained)) == 22  # all that remain
     assert not set(held_out) & set(trained)
-    assert not set(held_out) & set(
-        asked_terms([prompt for prompt, _ in sums.demonstrations(0, 400)])
-    )
+    demonstrated = [demonstration.prompt for demonstration in sums.demonstrations(0, 400)]
+    assert not set(held_out) & set(asked_terms(demonstrated))
     finite = task(replace(FEW_SUMS, num_train=30))
     assert not set(held_out) & set(asked_terms(finite.training_prompts(0, 60)))
 
@@ -102,9 +101,10 @@ def test_terms_cover_their_range() -> None:
 
 
 def test_demonstrations_are_answers_in_both_ranges() -> None:
-    pairs = task().demonstrations(0, 40)
-    assert all(text == prompt.answer for prompt, text in pairs)
-    assert sum(max(terms) >= 100 for terms in asked_terms([prompt for prompt, _ in pairs])) == 20
+    demonstrations = task().demonstrations(0, 40)
+    prompts = [demonstration.prompt for demonstration in demonstrations]
+    assert [each.text for each in demonstrations] == [prompt.answer for prompt in prompts]
+    assert sum(max(terms) >= 100 for terms in asked_terms(prompts)) == 20
 
 
 def test_run_seed_changes_training_prompts_but_not_evaluation() -> None:
