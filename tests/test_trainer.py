@@ -1,4 +1,4 @@
-"""The loop: what a run writes, a shut gate that is GRPO, and resuming as if never stopped."""
+"""The training loop: records of a run, the limit of GRPO, and resumed runs that are bit-equal."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +22,19 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eepo import recipe
+from eepo import assemble, recipe
+from eepo.algorithm import StepMetrics
 from eepo.assemble import build_trainer
 from eepo.config import RunConfig
+from eepo.model import loading
+from eepo.model.policy import Policy
 from eepo.reports.records import read_runs
 from eepo.rollout.transformers import TransformersEngine
 from eepo.runs import checkpoint
 from eepo.runs.jsonl import read_records
 from eepo.runs.progress import Progress
 from eepo.runs.runlog import COMPLETIONS, EVALUATIONS, METRICS
-from eepo.types import UserError
+from eepo.types import Completion, Prompt, Rollout, Sampling, UserError, Verdict
 
 TINY: dict[str, Any] = {
     "name": "eepo",
@@ -46,7 +51,8 @@ TINY: dict[str, Any] = {
     "evaluation": {"num_samples": 2, "quick_problems": 2, "quick_samples": 2},
 }
 
-# The gate of a step depends on the steps before it; `auto` starts its search where the last step ended.
+# Runs whose steps depend on earlier steps: the step gate averages over steps, and the search of
+# `auto` starts at the rate of the last step.
 HISTORY = {
     "step gate": {"algorithm": {"gate": "step", "gate_window": 2}, "evaluation": {"every": 2}},
     "auto rate": {
@@ -82,7 +88,7 @@ def rows(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def repeatable(folder: Path, name: str = METRICS) -> list[dict[str, Any]]:
-    """Rows without what the clock says."""
+    """Return the rows without times."""
     clock = ("seconds", "tokens_per_second")
     return [
         {key: value for key, value in row.items() if not key.startswith(clock)}
@@ -98,9 +104,9 @@ def assert_same_tensors(a: Path, b: Path) -> None:
 
 
 def assert_same_run(a: Path, b: Path) -> None:
-    """Bit for bit: every record, the final weights, and what the last checkpoint would go on with.
+    """Compare all records, the final weights and the last checkpoint, bit for bit.
 
-    But not torch's random state: nothing in a run draws from it, so it is whatever the process had.
+    Torch's random state may differ: no part of a run uses it.
     """
     assert repeatable(a) == repeatable(b)
     assert repeatable(a, EVALUATIONS) == repeatable(b, EVALUATIONS)
@@ -113,9 +119,13 @@ def assert_same_run(a: Path, b: Path) -> None:
     assert (last_a / checkpoint.STATE).read_text() == (last_b / checkpoint.STATE).read_text()
 
 
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 @dataclasses.dataclass
-class Whole:
-    """A run that was never stopped, and its folder as it was after each step's checkpoint."""
+class FullRun:
+    """A run that was never stopped, and copies of its folder after each step's checkpoint."""
 
     config: RunConfig
     folder: Path
@@ -125,7 +135,7 @@ class Whole:
         return Path(shutil.copytree(self.after_step[step], to))
 
 
-def run_with_copies(config: RunConfig, folder: Path) -> Whole:
+def run_with_copies(config: RunConfig, folder: Path) -> FullRun:
     copies: dict[int, Path] = {}
     prune = checkpoint.prune
 
@@ -139,30 +149,28 @@ def run_with_copies(config: RunConfig, folder: Path) -> Whole:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "prune", prune_and_copy)
         run(config, folder / "run")
-    return Whole(config, folder / "run", copies)
+    return FullRun(config, folder / "run", copies)
 
 
 def threshold_that_needs_history(entropies: list[float]) -> float | None:
-    """For a window of 2: shut, then open, and at some step shut only because of the step before it; None if none is.
+    """Return a threshold where the step gate of some step depends on the step before it, or None.
 
-    Up to the opening a run is the one with the gate shut, so these entropies are those that it will see.
+    The window is 2. `entropies` are those of a run with the gate shut: until the gate opens, the
+    run with the threshold has the same entropies.
     """
-    means = [
-        sum(entropies[max(0, end - 2) : end]) / len(entropies[max(0, end - 2) : end])
-        for end in range(1, 6)
-    ]
+    windows = [entropies[max(0, end - 2) : end] for end in range(1, 6)]
+    means = [sum(window) / len(window) for window in windows]
     for opening in range(1, 4):
-        shut = means[:opening]
-        threshold = (means[opening] + min(shut)) / 2
-        if means[opening] < min(shut) and any(
-            entropies[step] < threshold for step in range(opening)
-        ):
+        lowest_shut = min(means[:opening])
+        threshold = (means[opening] + lowest_shut) / 2
+        would_open_earlier = any(entropy < threshold for entropy in entropies[:opening])
+        if means[opening] < lowest_shut and would_open_earlier:
             return threshold
     return None
 
 
 @pytest.fixture(scope="module")
-def whole_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Whole]:
+def full_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FullRun]:
     for seed in range(5):
         pilot = tiny(algorithm={"gate": "never"}, training={"seed": seed})
         metrics = rows(run(pilot, tmp_path_factory.mktemp("pilot") / "run"), METRICS)
@@ -170,55 +178,48 @@ def whole_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Whole]:
         if threshold is not None:
             break
     else:
-        pytest.fail("no seed gives entropies on which the gate's history decides")
+        pytest.fail("no seed has a step whose gate depends on the step before it")
     runs = {}
     for name, sections in HISTORY.items():
         algorithm = sections["algorithm"] | {"gate_threshold": threshold}
         config = tiny(**sections | {"algorithm": algorithm, "training": {"seed": seed}})
-        runs[name] = run_with_copies(config, tmp_path_factory.mktemp("whole"))
+        runs[name] = run_with_copies(config, tmp_path_factory.mktemp("full"))
     return runs
 
 
 @pytest.fixture(scope="module")
-def whole(whole_runs: dict[str, Whole]) -> Whole:
-    return whole_runs["step gate"]
+def full_run(full_runs: dict[str, FullRun]) -> FullRun:
+    return full_runs["step gate"]
 
 
-# --- what a run writes ------------------------------------------------------------------------------------------------
+# --- records
 
 
-def test_a_run_folder_holds_its_records_weights_and_checkpoints(whole: Whole) -> None:
-    names = {path.name for path in whole.folder.iterdir()}
-    files = {
-        "recipe.toml",
-        "environment.json",
-        METRICS,
-        EVALUATIONS,
-        COMPLETIONS,
-        "final",
-        "checkpoints",
-    }
-    assert names == files
-    assert sorted(path.name for path in (whole.folder / "checkpoints").iterdir()) == [
-        "step-000004",
-        "step-000005",
-    ]
+def test_a_run_folder_has_records_weights_and_checkpoints(full_run: FullRun) -> None:
+    names = {path.name for path in full_run.folder.iterdir()}
+    records = {METRICS, EVALUATIONS, COMPLETIONS}
+    assert names == records | {"recipe.toml", "environment.json", "final", "checkpoints"}
+    checkpoints = sorted(path.name for path in (full_run.folder / "checkpoints").iterdir())
+    assert checkpoints == ["step-000004", "step-000005"]
 
 
-def test_the_recipe_in_the_folder_is_the_whole_config(whole: Whole) -> None:
-    assert (whole.folder / "recipe.toml").read_text(encoding="utf-8") == recipe.dump(whole.config)
-    assert recipe.load_run(whole.folder / "recipe.toml") == whole.config
+def test_the_recipe_in_the_folder_has_every_knob(full_run: FullRun) -> None:
+    path = full_run.folder / "recipe.toml"
+    assert path.read_text(encoding="utf-8") == recipe.dump(full_run.config)
+    assert recipe.load_run(path) == full_run.config
 
 
-def test_the_environment_names_versions_and_device(whole: Whole) -> None:
-    environment = json.loads((whole.folder / "environment.json").read_text())
+def test_the_environment_has_versions_and_device(full_run: FullRun) -> None:
+    environment = json.loads((full_run.folder / "environment.json").read_text())
     keys = {"eepo", "commit", "python", "platform", "num_cores", "device", "packages", "command"}
     assert keys <= environment.keys()
     assert environment["device"].startswith("cpu")
     assert environment["packages"]["torch"] == torch.__version__
 
 
-def test_metrics_have_one_row_a_step_with_every_promised_key(whole_runs: dict[str, Whole]) -> None:
+def test_metrics_have_one_row_per_step_with_every_documented_key(
+    full_runs: dict[str, FullRun],
+) -> None:
     per_stage = (
         "reward",
         "entropy",
@@ -238,7 +239,7 @@ def test_metrics_have_one_row_a_step_with_every_promised_key(whole_runs: dict[st
     expected |= {"gate_share", "zero_advantage_share", "grad_norm", "tokens_per_second"}
     phases = ("sync", "stage1", "stage2", "reward", "unlearn", "reference", "update", "total")
     expected |= {f"seconds/{phase}" for phase in phases}
-    metrics = rows(whole_runs["auto rate"].folder, METRICS)
+    metrics = rows(full_runs["auto rate"].folder, METRICS)
     assert [row["step"] for row in metrics] == [1, 2, 3, 4, 5]
     for row in metrics:
         assert expected <= row.keys(), expected - row.keys()
@@ -247,8 +248,8 @@ def test_metrics_have_one_row_a_step_with_every_promised_key(whole_runs: dict[st
         assert 0 < phase_sum <= row["seconds/total"]
 
 
-def test_metrics_agree_with_each_other(whole_runs: dict[str, Whole]) -> None:
-    for row in rows(whole_runs["auto rate"].folder, METRICS):
+def test_metrics_are_consistent_with_each_other(full_runs: dict[str, FullRun]) -> None:
+    for row in rows(full_runs["auto rate"].folder, METRICS):
         assert row["gate_share"] == 1.0
         assert row["unlearn/loss_after"] < row["unlearn/loss_before"]
         assert row["unlearn/kl"] > 0
@@ -259,8 +260,8 @@ def test_metrics_agree_with_each_other(whole_runs: dict[str, Whole]) -> None:
         assert row["tokens_per_second"] == pytest.approx(row["length"] * 16 / row["seconds/total"])
 
 
-def test_completions_are_written_with_prompt_stage_reward_and_advantage(whole: Whole) -> None:
-    completions = rows(whole.folder, COMPLETIONS)
+def test_logged_completions_have_prompt_stage_reward_and_advantage(full_run: FullRun) -> None:
+    completions = rows(full_run.folder, COMPLETIONS)
     assert len(completions) == 5 * 4 * 4
     group = completions[:4]
     assert [row["stage"] for row in group] == [1, 1, 2, 2]
@@ -278,26 +279,26 @@ def test_completions_are_written_with_prompt_stage_reward_and_advantage(whole: W
         "logprob",
     }
     assert all(row.keys() - {"logprob_after"} == keys for row in completions)
-    forgotten = [row for row in completions if "logprob_after" in row]
-    assert forgotten
-    assert {row["stage"] for row in forgotten} == {1}
-    assert any(row["logprob_after"] != pytest.approx(row["logprob"], rel=1e-6) for row in forgotten)
-    mixed = [row for row in completions if row["advantage"]]
-    assert mixed
-    assert all((row["advantage"] > 0) == (row["reward"] > 0) for row in mixed)
+    probed = [row for row in completions if "logprob_after" in row]
+    assert probed
+    assert {row["stage"] for row in probed} == {1}
+    assert any(row["logprob_after"] != pytest.approx(row["logprob"], rel=1e-6) for row in probed)
+    with_advantage = [row for row in completions if row["advantage"]]
+    assert with_advantage
+    assert all((row["advantage"] > 0) == (row["reward"] > 0) for row in with_advantage)
 
 
-def test_log_completions_bounds_the_prompts_written_down(tmp_path: Path) -> None:
+def test_log_completions_limits_the_logged_prompts(tmp_path: Path) -> None:
     config = tiny(training={"num_steps": 1, "log_completions": 1})
     assert len(rows(run(config, tmp_path / "run"), COMPLETIONS)) == 4
 
 
-def test_evaluations_come_at_the_start_on_the_way_and_at_the_end(
-    whole_runs: dict[str, Whole],
+def test_evaluations_run_at_the_start_during_training_and_at_the_end(
+    full_runs: dict[str, FullRun],
 ) -> None:
     seen = {
         name: [(row["step"], row["kind"], row["set"]) for row in rows(run.folder, EVALUATIONS)]
-        for name, run in whole_runs.items()
+        for name, run in full_runs.items()
     }
     sets = ("in_range", "out_of_range")
     every = [(0, "quick"), (2, "quick"), (4, "quick"), (5, "full")]
@@ -307,30 +308,30 @@ def test_evaluations_come_at_the_start_on_the_way_and_at_the_end(
     ]
 
 
-def test_the_engine_rests_when_it_has_sampled_and_not_within_an_evaluation(
+def test_the_engine_releases_memory_after_each_stage_and_after_an_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then training has the card; but what it gave back it would have to build again for every chunk of problems."""
+    """Training needs the memory. Within an evaluation, the engine would only allocate it again."""
     calls: list[str] = []
     generate = TransformersEngine.generate
-    monkeypatch.setattr(TransformersEngine, "rest", lambda self: calls.append("rest"))
 
-    def counted(self: Any, *given: Any) -> Any:
+    def recorded_generate(self: Any, *args: Any) -> Any:
         calls.append("generate")
-        return generate(self, *given)
+        return generate(self, *args)
 
-    monkeypatch.setattr(TransformersEngine, "generate", counted)
+    monkeypatch.setattr(TransformersEngine, "generate", recorded_generate)
+    monkeypatch.setattr(TransformersEngine, "release_memory", lambda self: calls.append("release"))
     run(with_steps(tiny(algorithm={"num_stages": 2}), 1), tmp_path / "run")
     stages, evaluation = calls[:4], calls[4:]
-    assert stages == ["generate", "rest"] * 2
-    assert evaluation[-1] == "rest"
+    assert stages == ["generate", "release"] * 2
+    assert evaluation[-1] == "release"
     assert len(evaluation) > 3
     assert set(evaluation[:-1]) == {"generate"}
 
 
-def test_the_final_weights_load_elsewhere_and_generate(whole: Whole) -> None:
-    model = AutoModelForCausalLM.from_pretrained(whole.folder / "final")
-    tokenizer = AutoTokenizer.from_pretrained(whole.folder / "final")
+def test_final_weights_load_in_transformers_and_generate(full_run: FullRun) -> None:
+    model = AutoModelForCausalLM.from_pretrained(full_run.folder / "final")
+    tokenizer = AutoTokenizer.from_pretrained(full_run.folder / "final")
     inputs = tokenizer("3 4 5 6 = 18 :", return_tensors="pt")
     output = model.generate(
         input_ids=inputs.input_ids,
@@ -338,31 +339,33 @@ def test_the_final_weights_load_elsewhere_and_generate(whole: Whole) -> None:
         max_new_tokens=12,
         do_sample=False,
     )
-    written = tokenizer.decode(output[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
-    assert any(sign in written for sign in "+-*/")
+    text = tokenizer.decode(output[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
+    assert any(sign in text for sign in "+-*/")
 
 
-def test_training_moves_the_weights_and_final_is_the_last_checkpoint(whole: Whole) -> None:
-    final = load_file(whole.folder / "final" / "model.safetensors")
-    first = load_file(whole.after_step[1] / "checkpoints" / "step-000001" / "model.safetensors")
+def test_training_changes_the_weights_and_final_equals_the_last_checkpoint(
+    full_run: FullRun,
+) -> None:
+    final = load_file(full_run.folder / "final" / "model.safetensors")
+    first = load_file(full_run.after_step[1] / "checkpoints" / "step-000001" / "model.safetensors")
     assert any(not torch.equal(final[name], first[name]) for name in final)
-    last = whole.folder / "checkpoints" / "step-000005" / "model.safetensors"
-    assert_same_tensors(whole.folder / "final" / "model.safetensors", last)
+    last = full_run.folder / "checkpoints" / "step-000005" / "model.safetensors"
+    assert_same_tensors(full_run.folder / "final" / "model.safetensors", last)
 
 
-def test_no_steps_means_no_training_but_a_full_evaluation(tmp_path: Path) -> None:
+def test_a_run_of_0_steps_has_a_full_evaluation_and_can_be_reported(tmp_path: Path) -> None:
     config = tiny(training={"num_steps": 0}, evaluation={"every": 2})
     folder = run(config, tmp_path / "run")
     assert "full" in {row["kind"] for row in rows(folder, EVALUATIONS)}
     assert (folder / "final" / "config.json").is_file()
-    [found] = read_runs([folder])  # as a report does
-    assert (found.metrics, found.last_step) == ([], 0)
+    [reported] = read_runs([folder])
+    assert (reported.metrics, reported.last_step) == ([], 0)
 
 
-def test_an_engine_in_bfloat16_rounds_part_of_the_unlearning_away_and_says_so(
+def test_a_bf16_engine_reports_the_share_of_weights_that_unlearning_changed(
     tmp_path: Path,
 ) -> None:
-    """Two steps: the built-in weights are bfloat16 numbers to begin with, those of the second step are not."""
+    """Two steps: the built-in weights are bf16 numbers, but not those after an update."""
     config = tiny(
         algorithm={"gate": "always", "unlearn_lr": 1e-4},
         training={"num_steps": 2, "prompts_per_step": 2},
@@ -378,23 +381,25 @@ def test_an_engine_in_bfloat16_rounds_part_of_the_unlearning_away_and_says_so(
     assert {tensor.dtype for tensor in final.values()} == {torch.float32}
 
 
-# --- a shut gate is GRPO ----------------------------------------------------------------------------------------------
+# --- with the gate shut, EEPO is GRPO
 
 SHUT = {
     "never": {"gate": "never", "kl_coef": 0.0},
-    "threshold of zero, with a reference": {"gate": "token", "gate_threshold": 0.0, "kl_coef": 0.1},
-    "step gate that never opens": {"gate": "step", "gate_threshold": 0.0, "kl_coef": 0.0},
+    "threshold 0 with a reference": {"gate": "token", "gate_threshold": 0.0, "kl_coef": 0.1},
+    "step gate with threshold 0": {"gate": "step", "gate_threshold": 0.0, "kl_coef": 0.0},
 }
 
 
-def drawn(folder: Path) -> list[tuple[Any, ...]]:
+def sampled(folder: Path) -> list[tuple[Any, ...]]:
     keys = ("step", "prompt_id", "text", "finished", "reward", "advantage")
     return [tuple(row[key] for key in keys) for row in rows(folder, COMPLETIONS)]
 
 
 @pytest.mark.parametrize("shut", SHUT.values(), ids=SHUT)
-def test_a_shut_gate_is_grpo_bit_for_bit(shut: dict[str, Any], tmp_path: Path) -> None:
-    """With rows sampled in batches of the same shape: matrix products of other shapes round differently."""
+def test_with_the_gate_shut_a_run_equals_grpo_bit_for_bit(
+    shut: dict[str, Any], tmp_path: Path
+) -> None:
+    """Both sample batches of the same shape: products of other shapes are rounded differently."""
     training = {
         "prompts_per_step": 6,
         "prompts_per_mini_batch": 3,
@@ -404,32 +409,29 @@ def test_a_shut_gate_is_grpo_bit_for_bit(shut: dict[str, Any], tmp_path: Path) -
     same = {"training": training, "rollout": {"max_rows": 12}, "task": {"num_evaluation": 1}}
     eepo = run(tiny(algorithm={"num_stages": 2} | shut, **same), tmp_path / "eepo")
     grpo = run(tiny(algorithm={"num_stages": 1} | shut, **same), tmp_path / "grpo")
-    assert drawn(eepo) == drawn(grpo)
+    assert sampled(eepo) == sampled(grpo)
     assert [row["stage"] for row in rows(eepo, COMPLETIONS)[:4]] == [1, 1, 2, 2]
-    for ours, theirs in zip(repeatable(eepo), repeatable(grpo), strict=True):
-        of_stage_1 = {"mismatch_kl", *(key for key in theirs if key.startswith("stage1/"))}
-        shared = {key: value for key, value in theirs.items() if key not in of_stage_1}
-        assert {key: ours[key] for key in shared} == shared
-        assert ours["gate_share"] == 0.0
-        assert not any(key.startswith("unlearn/") for key in ours)
-        assert theirs["grad_norm"] > 0
+    for eepo_row, grpo_row in zip(repeatable(eepo), repeatable(grpo), strict=True):
+        of_stage_1 = {"mismatch_kl", *(key for key in grpo_row if key.startswith("stage1/"))}
+        shared = {key: value for key, value in grpo_row.items() if key not in of_stage_1}
+        assert {key: eepo_row[key] for key in shared} == shared
+        assert eepo_row["gate_share"] == 0.0
+        assert not any(key.startswith("unlearn/") for key in eepo_row)
+        assert grpo_row["grad_norm"] > 0
     assert_same_tensors(eepo / "final" / "model.safetensors", grpo / "final" / "model.safetensors")
     last = Path("checkpoints") / "step-000005" / checkpoint.TRAINING
     assert_same_tensors(eepo / last, grpo / last)
     assert repeatable(eepo, EVALUATIONS) == repeatable(grpo, EVALUATIONS)
 
 
-def test_a_shut_gate_draws_the_same_completions_whatever_the_shape_of_batches(
-    tmp_path: Path,
-) -> None:
+def test_with_the_gate_shut_completions_do_not_depend_on_batch_shapes(tmp_path: Path) -> None:
     short = {"training": {"num_steps": 3}, "task": {"num_evaluation": 1}}
     eepo = run(tiny(algorithm={"gate": "never"}, **short), tmp_path / "eepo")
     grpo = run(tiny(algorithm={"num_stages": 1}, **short), tmp_path / "grpo")
-    assert [row[:4] for row in drawn(eepo)] == [row[:4] for row in drawn(grpo)]
+    assert [row[:4] for row in sampled(eepo)] == [row[:4] for row in sampled(grpo)]
 
 
-def test_an_open_gate_is_not_grpo(tmp_path: Path) -> None:
-    """Stage 1 of the first step is drawn from the same weights with the same draws; stage 2 is not."""
+def test_with_the_gate_open_only_stage_1_of_the_first_step_equals_grpo(tmp_path: Path) -> None:
     short = {
         "training": {"num_steps": 1},
         "task": {"num_evaluation": 1},
@@ -438,101 +440,97 @@ def test_an_open_gate_is_not_grpo(tmp_path: Path) -> None:
     eepo = run(tiny(algorithm={"gate": "always", "unlearn_lr": 0.03}, **short), tmp_path / "eepo")
     grpo = run(tiny(algorithm={"num_stages": 1}, **short), tmp_path / "grpo")
     pairs = list(zip(rows(eepo, COMPLETIONS), rows(grpo, COMPLETIONS), strict=True))
-    assert all(ours["text"] == theirs["text"] for ours, theirs in pairs if ours["stage"] == 1)
-    assert any(ours["text"] != theirs["text"] for ours, theirs in pairs if ours["stage"] == 2)
+    assert all(a["text"] == b["text"] for a, b in pairs if a["stage"] == 1)
+    assert any(a["text"] != b["text"] for a, b in pairs if a["stage"] == 2)
 
 
-# --- resuming ---------------------------------------------------------------------------------------------------------
+# --- resuming
 
 
-def test_the_runs_to_resume_have_a_history_that_matters(whole_runs: dict[str, Whole]) -> None:
-    metrics = rows(whole_runs["step gate"].folder, METRICS)
-    threshold = whole_runs["step gate"].config.algorithm.gate_threshold
+def test_steps_of_the_runs_to_resume_depend_on_earlier_steps(full_runs: dict[str, FullRun]) -> None:
+    metrics = rows(full_runs["step gate"].folder, METRICS)
+    threshold = full_runs["step gate"].config.algorithm.gate_threshold
     opened = [row["gate_share"] == 1.0 for row in metrics]
     alone = [row["stage1/entropy"] < threshold for row in metrics]
     assert set(opened) == {True, False}
     assert opened != alone, "no step's gate depends on the step before it"
-    rates = [row["unlearn/lr"] for row in rows(whole_runs["auto rate"].folder, METRICS)]
+    rates = [row["unlearn/lr"] for row in rows(full_runs["auto rate"].folder, METRICS)]
     assert len(set(rates)) > 1
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("name", HISTORY)
-def test_resuming_after_any_step_is_never_having_stopped(
-    name: str, step: int, whole_runs: dict[str, Whole], tmp_path: Path
+def test_a_run_resumed_after_any_step_equals_an_uninterrupted_run(
+    name: str, step: int, full_runs: dict[str, FullRun], tmp_path: Path
 ) -> None:
-    whole = whole_runs[name]
-    folder = whole.copy_of_step(step, tmp_path / "run")
+    full_run = full_runs[name]
+    folder = full_run.copy_of_step(step, tmp_path / "run")
     assert not (folder / "final").exists()
     torch.manual_seed(12345)
-    assert_same_run(run(whole.config, folder, resume=True), whole.folder)
+    assert_same_run(run(full_run.config, folder, resume=True), full_run.folder)
 
 
-def test_resuming_a_run_killed_before_its_first_checkpoint_starts_over(
-    whole: Whole, tmp_path: Path
+def test_a_run_killed_before_its_first_checkpoint_starts_over(
+    full_run: FullRun, tmp_path: Path
 ) -> None:
-    folder = whole.copy_of_step(2, tmp_path / "run")
+    folder = full_run.copy_of_step(2, tmp_path / "run")
     shutil.rmtree(folder / "checkpoints")
-    assert_same_run(run(whole.config, folder, resume=True), whole.folder)
+    assert_same_run(run(full_run.config, folder, resume=True), full_run.folder)
 
 
-def test_resuming_drops_a_torn_last_line_and_steps_after_the_checkpoint(
-    whole: Whole, tmp_path: Path
+def test_resuming_drops_unfinished_lines_and_steps_after_the_checkpoint(
+    full_run: FullRun, tmp_path: Path
 ) -> None:
-    folder = whole.copy_of_step(3, tmp_path / "run")
+    folder = full_run.copy_of_step(3, tmp_path / "run")
     for name in (METRICS, COMPLETIONS, EVALUATIONS):
         with (folder / name).open("a") as file:
             file.write('{"step": 4, "kind": "full", "reward": 0.5}\n{"step": 5, "rew')
-    assert_same_run(run(whole.config, folder, resume=True), whole.folder)
+    assert_same_run(run(full_run.config, folder, resume=True), full_run.folder)
 
 
-def test_resuming_ignores_and_removes_what_a_killed_save_left(whole: Whole, tmp_path: Path) -> None:
-    folder = whole.copy_of_step(3, tmp_path / "run")
-    half = folder / "checkpoints" / ".step-000004.4242"
-    half.mkdir()
-    (half / "model.safetensors").write_bytes(b"half")
-    assert_same_run(run(whole.config, folder, resume=True), whole.folder)
-    assert not half.exists()
+def test_resuming_removes_leftovers_of_a_killed_save(full_run: FullRun, tmp_path: Path) -> None:
+    folder = full_run.copy_of_step(3, tmp_path / "run")
+    leftover = folder / "checkpoints" / ".step-000004.4242"
+    leftover.mkdir()
+    (leftover / "model.safetensors").write_bytes(b"half")
+    assert_same_run(run(full_run.config, folder, resume=True), full_run.folder)
+    assert not leftover.exists()
 
 
-def test_a_finished_run_may_be_given_more_steps(whole: Whole, tmp_path: Path) -> None:
-    folder = run(with_steps(whole.config, 3), tmp_path / "run")
-    run(whole.config, folder, resume=True)
-    assert repeatable(folder) == repeatable(whole.folder)
+def test_a_finished_run_can_be_resumed_with_more_steps(full_run: FullRun, tmp_path: Path) -> None:
+    folder = run(with_steps(full_run.config, 3), tmp_path / "run")
+    run(full_run.config, folder, resume=True)
+    assert repeatable(folder) == repeatable(full_run.folder)
     assert_same_tensors(
-        folder / "final" / "model.safetensors", whole.folder / "final" / "model.safetensors"
+        folder / "final" / "model.safetensors", full_run.folder / "final" / "model.safetensors"
     )
 
 
-def test_resuming_a_finished_run_changes_no_record_and_no_weight(
-    whole: Whole, tmp_path: Path
-) -> None:
-    folder = Path(shutil.copytree(whole.folder, tmp_path / "run"))
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    run(whole.config, folder, resume=True)
-    after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def test_resuming_a_finished_run_changes_no_file(full_run: FullRun, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(full_run.folder, tmp_path / "run"))
+    before = contents(folder)
+    run(full_run.config, folder, resume=True)
+    after = contents(folder)
     assert before.keys() == after.keys()
-    assert [
-        str(path)
-        for path in before
-        if before[path] != after[path] and path.name != "environment.json"
-    ] == []
+    changed = [path.name for path in before if before[path] != after[path]]
+    assert set(changed) <= {"environment.json"}
 
 
-def test_resuming_a_finished_run_writes_no_record_again(whole: Whole, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(whole.folder, tmp_path / "run"))
-    before = {
-        name: (folder / name).stat().st_mtime_ns for name in (METRICS, EVALUATIONS, COMPLETIONS)
-    }
-    run(whole.config, folder, resume=True)
-    assert {name: (folder / name).stat().st_mtime_ns for name in before} == before
+def test_resuming_a_finished_run_does_not_write_its_records(
+    full_run: FullRun, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(full_run.folder, tmp_path / "run"))
+    records = [folder / name for name in (METRICS, EVALUATIONS, COMPLETIONS)]
+    before = [path.stat().st_mtime_ns for path in records]
+    run(full_run.config, folder, resume=True)
+    assert [path.stat().st_mtime_ns for path in records] == before
 
 
-def command(config: RunConfig, folder: Path) -> subprocess.Popen[str]:
-    written = folder / "recipe-to-run.toml"
-    written.write_text(recipe.dump(config), encoding="utf-8")
+def start_process(config: RunConfig, folder: Path) -> subprocess.Popen[str]:
+    recipe_file = folder / "recipe-to-run.toml"
+    recipe_file.write_text(recipe.dump(config), encoding="utf-8")
     return subprocess.Popen(
-        [sys.executable, "-m", "eepo", "train", str(written), "--out", str(folder / "run")],
+        [sys.executable, "-m", "eepo", "train", str(recipe_file), "--out", str(folder / "run")],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -546,16 +544,20 @@ def wait_for_lines(
     deadline = time.monotonic() + seconds
     while not path.exists() or path.read_bytes().count(b"\n") < number:
         assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline, f"{path} never had {number} lines"
+        assert time.monotonic() < deadline, (
+            f"{path} has fewer than {number} lines after {seconds} s"
+        )
         time.sleep(0.005)
 
 
-def test_a_run_that_was_killed_resumes_as_if_never_stopped(whole: Whole, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_to_the_uninterrupted_run(full_run: FullRun, tmp_path: Path) -> None:
     endless = dataclasses.replace(
-        whole.config,
-        training=dataclasses.replace(whole.config.training, num_steps=10_000, checkpoint_every=2),
+        full_run.config,
+        training=dataclasses.replace(
+            full_run.config.training, num_steps=10_000, checkpoint_every=2
+        ),
     )
-    process = command(endless, tmp_path)
+    process = start_process(endless, tmp_path)
     try:
         wait_for_lines(process, tmp_path / "run" / METRICS, 3)
     finally:
@@ -565,18 +567,20 @@ def test_a_run_that_was_killed_resumes_as_if_never_stopped(whole: Whole, tmp_pat
     killed_at = checkpoint.latest(tmp_path / "run" / "checkpoints")
     assert killed_at is not None
     assert checkpoint.step_of(killed_at) < 5
-    assert_same_run(run(whole.config, tmp_path / "run", resume=True), whole.folder)
+    assert_same_run(run(full_run.config, tmp_path / "run", resume=True), full_run.folder)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
-def test_an_interrupted_run_saves_its_last_whole_step_and_resumes(
-    number: signal.Signals, whole: Whole, tmp_path: Path
+def test_a_stopped_run_saves_its_last_complete_step_and_resumes(
+    number: signal.Signals, full_run: FullRun, tmp_path: Path
 ) -> None:
     endless = dataclasses.replace(
-        whole.config,
-        training=dataclasses.replace(whole.config.training, num_steps=10_000, checkpoint_every=0),
+        full_run.config,
+        training=dataclasses.replace(
+            full_run.config.training, num_steps=10_000, checkpoint_every=0
+        ),
     )
-    process = command(endless, tmp_path)
+    process = start_process(endless, tmp_path)
     try:
         wait_for_lines(process, tmp_path / "run" / METRICS, 1)
         process.send_signal(number)
@@ -593,13 +597,67 @@ def test_an_interrupted_run_saves_its_last_whole_step_and_resumes(
     saved = checkpoint.latest(tmp_path / "run" / "checkpoints")
     assert saved is not None
     assert checkpoint.step_of(saved) == done < 5
-    assert_same_run(run(whole.config, tmp_path / "run", resume=True), whole.folder)
+    assert_same_run(run(full_run.config, tmp_path / "run", resume=True), full_run.folder)
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- the interface of an algorithm
 
 
-def refusal(config: RunConfig, out: Path, resume: bool) -> str:
+class CountingAlgorithm:
+    """Has only the three methods that the trainer may use. Adds 1 to all weights in every step."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy, self._count = policy, 0
+
+    def step(self, prompts: list[Prompt], sampling: Sampling, metrics: StepMetrics) -> Rollout:
+        self._count += 1
+        with torch.no_grad():
+            for weight in self._policy.model.parameters():
+                weight.add_(1.0)
+        verdicts: Future[list[Verdict]] = Future()
+        verdicts.set_result([Verdict(float(self._count), "1")] * len(prompts))
+        rollout = Rollout(prompts)
+        completion = Completion((3, 1), (-0.5, -0.5), "1", finished=True)
+        rollout.add_stage(1, [[completion] for _ in prompts], verdicts)
+        rollout.wait_for_rewards()
+        rollout.advantages = [[0.0] for _ in prompts]
+        metrics.record_rollout(rollout)
+        return rollout
+
+    def state(self) -> dict[str, Any]:
+        return {"count": self._count}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._count = state["count"]
+
+
+def test_the_trainer_uses_only_step_state_and_load_state_of_an_algorithm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It trains, logs, evaluates, saves and resumes with any object that has these methods."""
+    monkeypatch.setattr(assemble, "EEPO", lambda policy, **_: CountingAlgorithm(policy))
+    config = tiny(training={"num_steps": 4}, evaluation={"every": 2})
+    folder = run(with_steps(config, 2), tmp_path / "resumed")
+    state = json.loads((folder / "checkpoints" / "step-000002" / checkpoint.STATE).read_text())
+    assert state == {"num_prompts_seen": 8, "count": 2, "step": 2}
+    run(config, folder, resume=True)
+    assert [row["reward"] for row in rows(folder, METRICS)] == [1.0, 2.0, 3.0, 4.0]
+    assert [row["step"] for row in rows(folder, COMPLETIONS)] == [1] * 4 + [2] * 4 + [3] * 4 + [
+        4
+    ] * 4
+    full = run(config, tmp_path / "full")
+    assert repeatable(folder) == repeatable(full)
+    final = Path("final") / "model.safetensors"
+    assert_same_tensors(folder / final, full / final)
+    start = dict(loading.load_model(config.model, torch.device("cpu")).named_parameters())
+    for name, weight in load_file(full / final).items():
+        torch.testing.assert_close(weight, start[name].detach() + 4)
+
+
+# --- errors
+
+
+def error_line(config: RunConfig, out: Path, resume: bool) -> str:
     with pytest.raises(UserError) as caught:
         run(config, out, resume)
     line = str(caught.value)
@@ -607,13 +665,13 @@ def refusal(config: RunConfig, out: Path, resume: bool) -> str:
     return line
 
 
-def test_a_folder_that_holds_a_run_is_refused_without_resume(whole: Whole, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(whole.folder, tmp_path / "run"))
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    line = refusal(whole.config, folder, resume=False)
+def test_a_folder_with_a_run_is_an_error_without_resume(full_run: FullRun, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(full_run.folder, tmp_path / "run"))
+    before = contents(folder)
+    line = error_line(full_run.config, folder, resume=False)
     assert str(folder) in line
     assert "--resume" in line
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert contents(folder) == before
 
 
 @pytest.mark.parametrize(
@@ -627,27 +685,28 @@ def test_a_folder_that_holds_a_run_is_refused_without_resume(whole: Whole, tmp_p
         ("task", "seed", 3, ["task.seed", "3", "0"]),
     ],
 )
-def test_resuming_with_a_changed_knob_is_refused_by_its_name_and_touches_nothing(
-    section: str, knob: str, value: Any, fragments: list[str], whole: Whole, tmp_path: Path
+def test_resuming_with_a_changed_knob_is_an_error_and_changes_no_file(
+    section: str, knob: str, value: Any, fragments: list[str], full_run: FullRun, tmp_path: Path
 ) -> None:
-    folder = whole.copy_of_step(2, tmp_path / "run")
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    changed = dataclasses.replace(getattr(whole.config, section), **{knob: value})
-    line = refusal(dataclasses.replace(whole.config, **{section: changed}), folder, resume=True)
+    folder = full_run.copy_of_step(2, tmp_path / "run")
+    before = contents(folder)
+    changed = dataclasses.replace(getattr(full_run.config, section), **{knob: value})
+    line = error_line(
+        dataclasses.replace(full_run.config, **{section: changed}), folder, resume=True
+    )
     assert all(fragment in line for fragment in fragments)
-    assert "the same --set again" in line
+    assert "repeat the same --set" in line
     assert line.endswith(f"eepo train {folder}/recipe.toml --out {folder} --resume")
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert contents(folder) == before
 
 
-def test_a_file_as_the_run_folder_is_refused(tmp_path: Path) -> None:
+def test_a_file_instead_of_the_run_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    assert str(tmp_path / "file") in refusal(tiny(), tmp_path / "file", resume=False)
+    assert str(tmp_path / "file") in error_line(tiny(), tmp_path / "file", resume=False)
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_run_that_could_not_begin_does_not_occupy_its_folder(tmp_path: Path) -> None:
-    """The user mends the recipe and runs the same command again."""
-    refusal(tiny(model={"path": "builtin:nothing"}), tmp_path / "run", resume=False)
+def test_after_an_error_at_the_start_the_same_command_works_again(tmp_path: Path) -> None:
+    error_line(tiny(model={"path": "builtin:nothing"}), tmp_path / "run", resume=False)
     good = tiny(training={"num_steps": 0}, task={"num_evaluation": 1})
     assert (run(good, tmp_path / "run") / "final" / "config.json").is_file()
