@@ -1,4 +1,4 @@
-"""The warm start: it learns, it resumes exactly, and what it makes can be trained on."""
+"""The warm start lowers the loss, resumes exactly, and gives a model for training."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 import shutil
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eepo import recipe
 from eepo.assemble import build_trainer, build_warmup
-from eepo.config import RunConfig, WarmupConfig
+from eepo.config import RunConfig, SupervisedConfig, WarmupConfig
 from eepo.runs import checkpoint
 from eepo.runs.jsonl import read_records
 from eepo.runs.progress import Progress
@@ -74,9 +74,15 @@ def assert_same_run(a: Path, b: Path) -> None:
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
+class FullRun(NamedTuple):
+    """A run that was never stopped, and copies of its folder after each checkpoint."""
+
+    folder: Path
+    after_step: dict[int, Path]
+
+
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Path]]:
-    """A run from scratch, and its folder as it was after each checkpoint."""
+def full_run(tmp_path_factory: pytest.TempPathFactory) -> FullRun:
     folder = tmp_path_factory.mktemp("warm")
     copies: dict[int, Path] = {}
     prune = checkpoint.prune
@@ -91,43 +97,39 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Pat
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "prune", prune_and_copy)
         run(tiny(), folder / "run")
-    return folder / "run", copies
+    return FullRun(folder / "run", copies)
 
 
-def test_a_few_steps_from_scratch_lower_the_loss(whole: tuple[Path, dict[int, Path]]) -> None:
-    losses = [row["loss"] for row in rows(whole[0], METRICS)]
+def test_a_run_from_scratch_lowers_the_loss(full_run: FullRun) -> None:
+    losses = [row["loss"] for row in rows(full_run.folder, METRICS)]
     assert len(losses) == 12
-    assert losses[0] == pytest.approx(5.35, abs=0.3), (
-        "an untrained model knows nothing: the log of 211 words"
-    )
+    assert losses[0] == pytest.approx(5.35, abs=0.3)  # log 211: uniform over the vocabulary
     assert losses[-1] < losses[0] - 1
 
 
-def test_the_run_is_evaluated_once_at_the_end(whole: tuple[Path, dict[int, Path]]) -> None:
-    seen = [(row["step"], row["kind"], row["set"]) for row in rows(whole[0], EVALUATIONS)]
+def test_the_run_is_evaluated_once_at_the_end(full_run: FullRun) -> None:
+    seen = [(row["step"], row["kind"], row["set"]) for row in rows(full_run.folder, EVALUATIONS)]
     assert seen == [(12, "full", "in_range"), (12, "full", "out_of_range")]
 
 
 @pytest.mark.parametrize("step", [4, 8, 12])
-def test_resuming_is_never_having_stopped(
-    step: int, whole: tuple[Path, dict[int, Path]], tmp_path: Path
+def test_a_resumed_run_equals_an_uninterrupted_run(
+    step: int, full_run: FullRun, tmp_path: Path
 ) -> None:
-    folder = Path(shutil.copytree(whole[1][step], tmp_path / "run"))
+    folder = Path(shutil.copytree(full_run.after_step[step], tmp_path / "run"))
     with (folder / METRICS).open("a") as file:
         file.write('{"step": 13, "loss": 0.0}\n{"step"')
-    assert_same_run(run(tiny(), folder, resume=True), whole[0])
+    assert_same_run(run(tiny(), folder, resume=True), full_run.folder)
 
 
-def test_resuming_a_finished_warm_start_changes_nothing(
-    whole: tuple[Path, dict[int, Path]], tmp_path: Path
-) -> None:
-    folder = Path(shutil.copytree(whole[0], tmp_path / "run"))
-    assert_same_run(run(tiny(), folder, resume=True), whole[0])
+def test_resuming_a_finished_warm_start_changes_nothing(full_run: FullRun, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(full_run.folder, tmp_path / "run"))
+    assert_same_run(run(tiny(), folder, resume=True), full_run.folder)
 
 
 @pytest.mark.parametrize("every", [0, 5])
-def test_a_warm_start_stopped_while_it_is_evaluated_has_lost_nothing(
-    every: int, whole: tuple[Path, dict[int, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_stopped_during_its_evaluation_resumes_without_training(
+    every: int, full_run: FullRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, folder = tiny(supervised={"checkpoint_every": every}), tmp_path / "run"
 
@@ -140,41 +142,37 @@ def test_a_warm_start_stopped_while_it_is_evaluated_has_lost_nothing(
             run(config, folder)
     steps: list[int] = []
     monkeypatch.setattr(Warmup, "_one_step", lambda warmup, pairs: steps.append(warmup.step))
-    assert_same_run(run(config, folder, resume=True), whole[0])
+    assert_same_run(run(config, folder, resume=True), full_run.folder)
     assert not steps
 
 
-def test_resuming_with_a_changed_knob_is_refused_by_its_name(
-    whole: tuple[Path, dict[int, Path]], tmp_path: Path
+def test_resuming_with_a_changed_knob_is_an_error_that_names_it(
+    full_run: FullRun, tmp_path: Path
 ) -> None:
-    folder = Path(shutil.copytree(whole[1][4], tmp_path / "run"))
+    folder = Path(shutil.copytree(full_run.after_step[4], tmp_path / "run"))
     with pytest.raises(UserError, match=r"supervised\.learning_rate"):
         run(tiny(supervised={"learning_rate": 1e-3}), folder, resume=True)
     with pytest.raises(UserError, match="--resume"):
         run(tiny(), folder)
 
 
-def test_demonstrations_drawn_in_other_processes_are_the_same(
-    whole: tuple[Path, dict[int, Path]], tmp_path: Path
+def test_worker_processes_generate_the_same_demonstrations(
+    full_run: FullRun, tmp_path: Path
 ) -> None:
     config = tiny(supervised={"num_workers": 2, "checkpoint_every": 0})
-    assert_same_run(run(config, tmp_path / "run"), whole[0])
+    assert_same_run(run(config, tmp_path / "run"), full_run.folder)
 
 
-def test_the_seed_decides_the_weights_it_starts_from(
-    whole: tuple[Path, dict[int, Path]], tmp_path: Path
-) -> None:
+def test_the_seed_selects_the_initial_weights(full_run: FullRun, tmp_path: Path) -> None:
     other = run(
         tiny(supervised={"num_steps": 1, "seed": 1}, task={"num_evaluation": 1}), tmp_path / "run"
     )
-    assert rows(other, METRICS)[0]["loss"] != rows(whole[0], METRICS)[0]["loss"]
+    assert rows(other, METRICS)[0]["loss"] != rows(full_run.folder, METRICS)[0]["loss"]
 
 
-def test_what_it_makes_can_be_trained_on_by_its_run_folder(
-    whole: tuple[Path, dict[int, Path]], tmp_path: Path
-) -> None:
+def test_training_can_start_from_the_run_folder(full_run: FullRun, tmp_path: Path) -> None:
     tables = {
-        "model": {"path": str(whole[0])},
+        "model": {"path": str(full_run.folder)},
         "task": {"num_evaluation": 1},
         "algorithm": {"group_size": 4, "max_new_tokens": 8},
         "training": {
@@ -190,17 +188,15 @@ def test_what_it_makes_can_be_trained_on_by_its_run_folder(
     )
     trainer.run()
     warm, final = (
-        load_file(folder / "final" / "model.safetensors") for folder in (whole[0], tmp_path / "rl")
+        load_file(folder / "final" / "model.safetensors")
+        for folder in (full_run.folder, tmp_path / "rl")
     )
     assert warm.keys() == final.keys()
-    assert all(torch.equal(warm[name], final[name]) for name in warm), (
-        "at a learning rate of 0 nothing moves"
-    )
+    # The learning rate is 0, so the weights do not change.
+    assert all(torch.equal(warm[name], final[name]) for name in warm)
 
 
-def test_a_warm_start_may_start_from_a_base_model(
-    whole: tuple[Path, dict[int, Path]], tmp_path: Path
-) -> None:
+def test_a_warm_start_can_start_from_a_base_model(full_run: FullRun, tmp_path: Path) -> None:
     config = tiny(
         model={"path": "builtin:countdown"},
         supervised={
@@ -213,21 +209,21 @@ def test_a_warm_start_may_start_from_a_base_model(
     )
     folder = run(config, tmp_path / "run")
     losses = [row["loss"] for row in rows(folder, METRICS)]
-    assert max(losses) < 2, "it already knows the task"
-    assert {
-        tensor.dtype for tensor in load_file(folder / "final" / "model.safetensors").values()
-    } == {torch.bfloat16}
+    assert max(losses) < 2  # this model was already trained on the task
+    tensors = load_file(folder / "final" / "model.safetensors").values()
+    assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
     assert AutoModelForCausalLM.from_pretrained(folder / "final").config.hidden_size == 128
     assert AutoTokenizer.from_pretrained(folder / "final").eos_token == "<eos>"
 
 
-def test_heads_that_do_not_divide_the_width_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"scratch\.hidden_size = 30 .* num_heads = 4"):
+def test_heads_that_do_not_divide_the_width_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"scratch\.hidden_size = 30 must be .* num_heads = 4"):
         run(tiny(scratch={"hidden_size": 30, "num_heads": 4}), tmp_path / "run")
 
 
-def test_the_learning_rate_rises_in_a_line_and_falls_to_a_tenth() -> None:
-    rates = [learning_rate(step, num_steps=100, ramp_steps=10, peak=1.0) for step in range(101)]
+def test_the_learning_rate_rises_linearly_and_falls_to_a_tenth() -> None:
+    settings = SupervisedConfig(num_steps=100, ramp_steps=10, learning_rate=1.0)
+    rates = [learning_rate(step, settings) for step in range(101)]
     assert rates[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
     assert rates[10] == pytest.approx(1.0)
     assert rates[55] == pytest.approx(0.55)
@@ -236,16 +232,18 @@ def test_the_learning_rate_rises_in_a_line_and_falls_to_a_tenth() -> None:
 
 
 def test_the_learning_rate_needs_no_ramp() -> None:
-    assert learning_rate(0, num_steps=1, ramp_steps=0, peak=2.0) == pytest.approx(2.0)
+    settings = SupervisedConfig(num_steps=1, ramp_steps=0, learning_rate=2.0)
+    assert learning_rate(0, settings) == pytest.approx(2.0)
 
 
-def test_the_recorded_learning_rate_is_the_schedule(whole: tuple[Path, dict[int, Path]]) -> None:
-    recorded = [row["lr"] for row in rows(whole[0], METRICS)]
-    assert recorded == [learning_rate(step, 12, 3, 1e-2) for step in range(12)]
+def test_the_recorded_learning_rate_follows_the_schedule(full_run: FullRun) -> None:
+    recorded = [row["lr"] for row in rows(full_run.folder, METRICS)]
+    settings = tiny().supervised
+    assert recorded == [learning_rate(step, settings) for step in range(12)]
 
 
-def test_the_scheduled_learning_rate_is_the_one_used(tmp_path: Path) -> None:
-    """AdamW's first step moves a weight by about the rate, whatever the gradient."""
+def test_the_optimizer_uses_the_scheduled_learning_rate(tmp_path: Path) -> None:
+    """The first step of AdamW moves weights by about the rate, for any gradient."""
     config = tiny(
         supervised={"num_steps": 1, "learning_rate": 1e-2, "ramp_steps": 100},
         task={"num_evaluation": 1},
@@ -253,7 +251,6 @@ def test_the_scheduled_learning_rate_is_the_one_used(tmp_path: Path) -> None:
     warmup = build_warmup(config, tmp_path / "run", False, quiet())
     before = {name: weight.clone() for name, weight in warmup.policy.named_weights()}
     warmup.run()
-    moved = max(
-        float((weight - before[name]).abs().max()) for name, weight in warmup.policy.named_weights()
-    )
-    assert moved == pytest.approx(1e-4, rel=0.1)
+    after = warmup.policy.named_weights()
+    largest = max(float((weight - before[name]).abs().max()) for name, weight in after)
+    assert largest == pytest.approx(1e-4, rel=0.1)
