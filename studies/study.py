@@ -37,7 +37,7 @@ from plan import FINAL, REPORT, STEPS, TUNE, Plan, Run, as_run, final
 from tables import tables
 from warm import WarmStarter
 
-from eepo.experiments.processes import Job, run_jobs, why_ended
+from eepo.experiments.processes import Job, failure_reason, run_jobs
 from eepo.experiments.sweep import job_environment
 from eepo.recipe import read_toml
 from eepo.reports import records
@@ -114,7 +114,7 @@ def _run_all(plan: Plan, phase: str, num_jobs: int, runs: Sequence[Run]) -> None
             nonlocal failed
             if code:
                 failed += 1
-                progress.say(f"failed: {job.title}: {why_ended(job, code)}")
+                progress.print(f"failed: {job.title}: {failure_reason(job, code)}")
             else:
                 with record.open("a", encoding="utf-8") as file:
                     one = waiting[job.title]

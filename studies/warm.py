@@ -22,7 +22,7 @@ class WarmStarter:
         self._context.set_forkserver_preload(["eepo.assemble"])
 
     def __call__(
-        self, job: Job, environment: Mapping[str, str], held_open: Sequence[int]
+        self, job: Job, environment: Mapping[str, str], inherited_fds: Sequence[int]
     ) -> Forked:
         job.log.parent.mkdir(parents=True, exist_ok=True)
         job.log.write_bytes(b"")  # one that dies at once has a log, too

@@ -90,7 +90,7 @@ def build_trainer(config: RunConfig, out: Path, resume: bool, progress: Progress
     limit = config.algorithm.max_new_tokens
     check_length(model, _prompts(task, config), "algorithm.max_new_tokens =", limit)
     if mismatch := loading.dtype_mismatch(config, device):
-        progress.say(f"note: {mismatch}; use the same rollout.dtype and model.compute_dtype")
+        progress.print(f"note: {mismatch}; use the same rollout.dtype and model.compute_dtype")
     keep = _cache_bytes(model, config, free) if free and device.type == "cuda" else None
     # The engine copies the model before the policy replaces its attention.
     engine = _engine(model, tokenizer, config.rollout, config.model.compile, keep)
@@ -173,7 +173,7 @@ def build_evaluation(
     where = ModelConfig(options.model, options.revision, options.trust_remote_code, options.device)
     device, tokenizer = loading.pick_device(where.device), loading.load_tokenizer(where)
     if tokenizer.chat_template and options.template is None and not run_recipe:
-        progress.say(
+        progress.print(
             f'prompts use the template "{template}"; the model also has a chat template, which '
             "--template chat selects"
         )
@@ -318,7 +318,7 @@ def _task(config: TaskConfig, tokenizer: Any, order_seed: int, progress: Progres
     """Build the task, and print its notes about the data."""
     task = build_task(config, tokenizer, order_seed)
     for note in getattr(task, "notes", ()):
-        progress.say(f"note: {note}")
+        progress.print(f"note: {note}")
     return task
 
 

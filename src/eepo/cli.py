@@ -142,7 +142,7 @@ def options(
 def demo(out: Out = Path("runs/demo"), seeds: Seeds = 1, overrides: Overrides = None) -> None:
     """Train a small policy with GRPO and EEPO on the CPU, and write a report that compares them."""
     progress = Progress()
-    progress.say(
+    progress.print(
         "Countdown: combine four numbers to reach the target. "
         "Both methods use the same policy, prompts and seeds."
     )
@@ -159,7 +159,7 @@ def warmup(recipe: Recipe, out: Out, overrides: Overrides = None, resume: Resume
     _print_if_nothing_to_resume(out, resume, progress)
     config = load_warmup(recipe, overrides or ())
     final = assemble.build_warmup(config, out, resume, progress).run()
-    progress.say(f"weights: {final}")
+    progress.print(f"weights: {final}")
 
 
 @app.command()
@@ -172,8 +172,8 @@ def train(recipe: Recipe, out: Out, overrides: Overrides = None, resume: Resume 
     _print_if_nothing_to_resume(out, resume, progress)
     config = load_run(recipe, overrides or ())
     final = assemble.build_trainer(config, out, resume, progress).run()
-    progress.say(f"weights: {final}")
-    progress.say(f"write a report with: eepo report {out} --out report.html")
+    progress.print(f"weights: {final}")
+    progress.print(f"write a report with: eepo report {out} --out report.html")
 
 
 @app.command()
@@ -194,9 +194,9 @@ def doctor(
     changes = [*(overrides or ()), *([f"model.device={device}"] if device else ())]
     levels = []
     for finding in examine(recipe, changes, samples):
-        progress.say(finding.line())
+        progress.print(finding.line())
         levels.append(finding.level)
-    progress.say(f"{levels.count('fail')} failed, {levels.count('warn')} warnings")
+    progress.print(f"{levels.count('fail')} failed, {levels.count('warn')} warnings")
     if "fail" in levels:
         raise typer.Exit(1)
 
@@ -250,9 +250,9 @@ def sweep(
     failed = run_sweep(planned, jobs, progress)
     _write_sweep(out, line_runs, plot, progress)
     for title, reason in failed.items():
-        progress.say(f"failed: {title}: {reason}")
+        progress.print(f"failed: {title}: {reason}")
     if failed:
-        progress.say(
+        progress.print(
             f"{len(failed)} of {len(planned.runs)} runs failed; the same command tries them again"
         )
         raise typer.Exit(1)
@@ -276,7 +276,7 @@ def hyper(
     all_runs = [*(run for result in results for run in result.runs), *line_runs]
     criterion = make_criterion(all_runs, plot.measure, plot.on)
     files = write_sweep_figure(results, line_runs, criterion, out)
-    Progress().say(f"figure: {', '.join(map(str, files))}")
+    Progress().print(f"figure: {', '.join(map(str, files))}")
 
 
 @app.command()
@@ -305,7 +305,7 @@ def grade(
         stream = stack.enter_context(open_output(out))
         bar = stack.enter_context(progress.bar(f"grade {file.name}", total))
         num_correct, num_lines = grade_file(file, stream, grader, bar.advance)
-    progress.say(f"{num_correct} of {num_lines} correct")
+    progress.print(f"{num_correct} of {num_lines} correct")
 
 
 @app.command()
@@ -341,7 +341,7 @@ def watch(
         contextlib.suppress(KeyboardInterrupt),
     ):
         folders = ", ".join(map(str, runs))
-        Progress().say(
+        Progress().print(
             f"watching {folders} at {server.url} (Ctrl-C stops watching, training continues)"
         )
         server.serve_forever()
@@ -374,7 +374,7 @@ def evaluate(
     files = [results, *write_benchmark_tables([folder], folder)]
     table = measures_table(read_result(folder))
     progress.console.print(format_terminal(table, progress.console.width))
-    progress.say(f"results: {', '.join(map(str, files))}; completions: {folder / 'completions'}")
+    progress.print(f"results: {', '.join(map(str, files))}; completions: {folder / 'completions'}")
 
 
 @app.command()
@@ -397,7 +397,7 @@ def table(
     files = write_benchmark_tables(folders, out)
     accuracies = accuracy_table([read_result(folder) for folder in folders])
     progress.console.print(format_terminal(accuracies, progress.console.width))
-    progress.say(f"tables: {', '.join(map(str, files))}")
+    progress.print(f"tables: {', '.join(map(str, files))}")
 
 
 @app.command("export-verl")
@@ -415,7 +415,7 @@ def _print_if_nothing_to_resume(out: Path, resume: bool, progress: Progress) -> 
     Scripts may always give --resume, so this is no error. The line helps if --out is misspelt.
     """
     if resume and not (out / "recipe.toml").exists():
-        progress.say(f"no run in {out} yet: starts at step 1")
+        progress.print(f"no run in {out} yet: starts at step 1")
 
 
 def _compare(
@@ -452,8 +452,8 @@ def _write_sweep(out: Path, line_runs: list[Run], plot: PlotOptions, progress: P
     files += write_sweep_figure([result], line_runs, criterion, out / "sweep.png")
     progress.console.print(terminal_table(comparison_rows(result.runs)))
     for sentence in sweep_sentences(result, criterion, line_runs):
-        progress.say(sentence)
-    progress.say(f"sweep: {', '.join(map(str, files))}")
+        progress.print(sentence)
+    progress.print(f"sweep: {', '.join(map(str, files))}")
 
 
 def _report(folders: list[Path], out: Path, progress: Progress) -> None:
@@ -469,8 +469,8 @@ def _report(folders: list[Path], out: Path, progress: Progress) -> None:
     page = write_report(folders, out)
     progress.console.print(terminal_table(comparison_rows(runs)))
     for sentence in summary_sentences(runs):
-        progress.say(sentence)
-    progress.say(f"report: {page.resolve()}")
+        progress.print(sentence)
+    progress.print(f"report: {page.resolve()}")
 
 
 def main() -> None:

@@ -142,7 +142,7 @@ class Trainer:
         """Report alarms that start or end, and act on them. Return one that asks for a stop."""
         events = self.alarm_monitor.events(row)
         for event in events:
-            self.progress.say(event.line())
+            self.progress.print(event.line())
             self.log.append(ALARMS, event.row())
         by_action = {event.action: event for event in events}
         if "halve_unlearn_lr" in by_action:

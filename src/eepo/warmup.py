@@ -61,7 +61,7 @@ class Warmup:
         if not final.exists():  # it exists if a finished warm start is resumed
             self._evaluate()
             for line in describe_policy(self.task, self.policy, self.evaluator):
-                self.progress.say(line)
+                self.progress.print(line)
             self.policy.model.to(getattr(torch, settings.save_dtype))
             self.checkpointer.save_final(final)
         return final
@@ -122,7 +122,7 @@ class Warmup:
         for row in rows:
             k = max(row["pass@k"], key=int)
             accuracy = f"greedy {row['greedy']:.3f}, mean {row['mean']:.3f}"
-            self.progress.say(f"{row['set']}: {accuracy}, pass@{k} {row['pass@k'][k]:.3f}")
+            self.progress.print(f"{row['set']}: {accuracy}, pass@{k} {row['pass@k'][k]:.3f}")
 
 
 def learning_rate(step: int, settings: SupervisedConfig) -> float:

@@ -14,7 +14,7 @@ from eepo import recipe
 from eepo.assemble import build_trainer
 from eepo.config import RunConfig
 from eepo.experiments.compare import compare
-from eepo.runs import checkpoint
+from eepo.runs.checkpoint import Checkpointer
 from eepo.runs.jsonl import read_records
 from eepo.runs.progress import Progress
 from eepo.runs.runlog import COMPLETIONS, EVALUATIONS, METRICS
@@ -134,7 +134,7 @@ def test_a_second_call_trains_and_writes_nothing(
 def test_a_stopped_comparison_continues(tmp_path: Path) -> None:
     """It is stopped in the third of four runs. The first two are not trained again."""
     configs = [tiny("grpo", 1, num_steps=1), tiny("eepo", 2, num_steps=1)]
-    save, saved = checkpoint.save, []
+    save, saved = Checkpointer.save, []
 
     def stop_in_the_third_run(*args: Any) -> Path:
         if len(saved) == 2:
@@ -143,7 +143,7 @@ def test_a_stopped_comparison_continues(tmp_path: Path) -> None:
         return save(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "save", stop_in_the_third_run)
+        patch.setattr(Checkpointer, "save", stop_in_the_third_run)
         with pytest.raises(KeyboardInterrupt):
             compare(configs, 2, tmp_path, silent_progress())
     done = [tmp_path / name / "seed-3" / METRICS for name in ("grpo", "eepo")]

@@ -238,7 +238,7 @@ def test_a_sweep_writes_tables_and_a_figure(
         "builtin:countdown": [0],
         "/no/such/model": [],
     }
-    assert "Without a finished run: path=/no/such/model." in (out / "sweep.md").read_text()
+    assert "No finished run: path=/no/such/model." in (out / "sweep.md").read_text()
     assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG")
     assert b"<svg" in (out / "sweep.svg").read_bytes()
 

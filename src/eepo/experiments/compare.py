@@ -43,7 +43,7 @@ def compare(
     for config, offset in planned:  # before the first run starts
         by_time = (equal_time and config is not baseline) or config.training.max_seconds > 0
         _check_folder(with_seed(config, offset), _folder(out, config, offset), by_time)
-    folders = []
+    folders: list[Path] = []
     for config, offset in planned:
         folder = _folder(out, config, offset)
         # The starting policy is the same in all runs, so only one run evaluates it.

@@ -231,17 +231,17 @@ def run_sweep(sweep: Sweep, num_jobs: int, progress: Progress) -> dict[str, str]
         jobs = [sweep.job(*run) for run in sweep.runs if not sweep.is_finished(*run)]
         num_done = len(sweep.runs) - len(jobs)
         if num_done:
-            progress.say(f"{num_done} of {len(sweep.runs)} runs are already finished")
+            progress.print(f"{num_done} of {len(sweep.runs)} runs are already finished")
         with progress.bar(f"sweep, {num_jobs} at a time", len(sweep.runs), num_done) as bar:
 
             def on_exit(job: Job, code: int) -> None:
                 if code:
                     failed[job.title] = failure_reason(job, code)
-                    progress.say(f"failed: {job.title}: {failed[job.title]}")
+                    progress.print(f"failed: {job.title}: {failed[job.title]}")
                 bar.advance(note=f"{len(failed)} failed" if failed else "")
 
             def on_stop() -> None:
-                progress.say(
+                progress.print(
                     "stopping: runs end after their current step; stop again to end them at once"
                 )
 

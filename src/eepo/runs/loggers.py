@@ -117,7 +117,7 @@ class FailSafeLogger:
 
     def _disable(self, error: Exception) -> None:
         message = _one_line(error)
-        self.progress.say(
+        self.progress.print(
             f"warning: {self.name} failed and is disabled; training continues: {message}"
         )
         self.logger = NoLogger()

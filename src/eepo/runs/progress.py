@@ -28,7 +28,7 @@ class Progress:
     def bar(self, title: str, total: int, done: int = 0) -> Bar:
         return Bar(self.console, title, total, done)
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         # Do not wrap: a path must stay in one piece to be copied.
         self.console.print(escape(text), highlight=False, soft_wrap=True)
 
