@@ -1,4 +1,4 @@
-"""Benchmarks are run by hand and on other machines: here, that each of them starts, and that one runs."""
+"""Benchmark scripts: every one prints its usage, and some run at a small size on the CPU."""
 
 from __future__ import annotations
 
@@ -26,39 +26,25 @@ def test_the_scripts_are_found() -> None:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_each_says_how_it_is_used(name: str, monkeypatch: Any, capsys: Any) -> None:
-    with pytest.raises(SystemExit) as ended:
+def test_every_script_prints_its_usage(name: str, monkeypatch: Any, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as caught:
         run(name, ["--help"], monkeypatch)
-    assert ended.value.code == 0
+    assert caught.value.code == 0
     assert "usage:" in capsys.readouterr().out
 
 
-def test_a_rollout_benchmark_compares_engines_on_forced_lengths(
+def test_the_rollout_benchmark_compares_engines_on_fixed_lengths(
     monkeypatch: Any, capsys: Any
 ) -> None:
-    cases = [
-        "--shape",
-        "tiny",
-        "--rows",
-        "4",
-        "--cases",
-        "fixed:4:2,longtail:8:6",
-        "--mean",
-        "3",
-        "--prompt",
-        "5",
-    ]
-    run(
-        "rollout.py",
-        [*cases, "--samples", "2", "--peers", "eepo;generate", "--repeats", "1"],
-        monkeypatch,
-    )
+    options = "--shape tiny --rows 4 --cases fixed:4:2,longtail:8:6 --mean 3 --prompt 5"
+    peers = "--samples 2 --peers eepo;generate --repeats 1"
+    run("rollout.py", f"{options} {peers}".split(), monkeypatch)
     printed = capsys.readouterr().out
     assert printed.count("| eepo |") == printed.count("| generate |") == 2
     assert printed.count("times generate") == 2
 
 
-def test_a_benchmark_of_few_rows_adds_up_products_and_profiles_a_step(
+def test_the_few_rows_benchmark_times_products_attention_and_a_step(
     monkeypatch: Any, capsys: Any
 ) -> None:
     run("few_rows.py", ["--shapes", "tiny", "--rows", "2,4", "--sampling-rows", "1"], monkeypatch)

@@ -1,4 +1,4 @@
-"""The paper's models × methods: each is read, has the paper's numbers, and becomes a trainer of a tiny stand-in."""
+"""Recipes of the paper: every model × method has the paper's values and builds a trainer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from eepo.runs.progress import Progress
 
 FOUR = ("minerva_math", "olympiadbench", "amc23", "aime24")
 
-# recipe: model, template, longest completion, benchmarks
+# recipe: model, template, max_new_tokens, benchmarks
 MODELS = {
     "qwen2.5-3b": ("Qwen/Qwen2.5-3B", "boxed", 4096, FOUR),
     "llama-3.2-3b-instruct": ("meta-llama/Llama-3.2-3B-Instruct", "chat", 6144, FOUR),
@@ -32,7 +32,7 @@ MODELS = {
     "qwen3-14b-base": ("Qwen/Qwen3-14B-Base", "boxed", 6144, (*FOUR, "aime25")),
 }
 
-# recipe: stages, completions a prompt, temperature, entropy coefficient, upper clip
+# recipe: num_stages, group_size, temperature, entropy_coef, clip_high
 METHODS = {
     "grpo": (1, 8, 1.0, 1e-5, 0.2),
     "higher_temperature": (1, 8, 1.2, 1e-5, 0.2),
@@ -46,106 +46,94 @@ METHODS = {
     "eepo_more_rollouts": (2, 16, 1.0, 1e-5, 0.2),
 }
 
-# (recipe, card's recipe): the model's shape, its optimizer, bytes that PyTorch sees on such a card
-CARDS = {
+# (recipe of the model, recipe of the GPU): shape of the model, optimizer, memory of the GPU
+GPUS = {
     ("qwen2.5-3b", "one-80gb"): (
-        Shape(3_085_938_688, 36, 2048, 11008, 2, 128, 151936, 32768), "adamw_bf16", 79 * 2**30,
+        Shape(3_085_938_688, 36, 2048, 11008, 2, 128, 151936, 32768),
+        "adamw_bf16",
+        79 * 2**30,
     ),
     ("llama-3.2-3b-instruct", "one-80gb"): (
-        Shape(3_212_749_824, 28, 3072, 8192, 8, 128, 128256, 131072), "adamw_bf16", 79 * 2**30,
+        Shape(3_212_749_824, 28, 3072, 8192, 8, 128, 128256, 131072),
+        "adamw_bf16",
+        79 * 2**30,
     ),
     ("qwen3-8b-base", "one-141gb"): (
-        Shape(8_190_735_360, 36, 4096, 12288, 8, 128, 151936, 32768), "adamw_8bit", 139 * 2**30,
+        Shape(8_190_735_360, 36, 4096, 12288, 8, 128, 151936, 32768),
+        "adamw_8bit",
+        139 * 2**30,
     ),
-}  # fmt: skip
+}
 
 every_combination = pytest.mark.parametrize(
     ("model", "method"), [(m, n) for m in MODELS for n in METHODS]
 )
 
 
-def numbers(config: RunConfig) -> tuple[int, int, float, float, float]:
+def method_values(config: RunConfig) -> tuple[int, int, float, float, float]:
     a = config.algorithm
     return a.num_stages, a.group_size, a.temperature, a.entropy_coef, a.clip_high
 
 
-def test_the_table_above_names_every_file() -> None:
+def test_the_tables_above_list_every_recipe() -> None:
     shipped = {
         path.stem for folder in recipe.recipe_folders() for path in folder.glob("paper/*.toml")
     }
-    assert shipped == {"math", *MODELS, *METHODS, *(card for _, card in CARDS)}
+    assert shipped == {"math", *MODELS, *METHODS, *(gpu for _, gpu in GPUS)}
 
 
 @every_combination
-def test_a_combination_has_the_papers_numbers(model: str, method: str) -> None:
+def test_every_combination_has_the_values_of_the_paper(model: str, method: str) -> None:
     config = recipe.load_run(f"paper/{model}+{method}")
     assert config.name == method
-    assert numbers(config) == METHODS[method]
+    assert method_values(config) == METHODS[method]
     assert isinstance(config.task, DatasetConfig)
-    shape = (
-        config.model.path,
-        config.task.template,
-        config.algorithm.max_new_tokens,
-        config.task.evaluation,
-    )
-    assert shape == MODELS[model]
-    training = config.training
-    assert (training.prompts_per_step, training.prompts_per_mini_batch, training.learning_rate) == (
-        128,
-        64,
-        5e-7,
-    )
+    algorithm, task, training = config.algorithm, config.task, config.training
+    values = config.model.path, task.template, algorithm.max_new_tokens, task.evaluation
+    assert values == MODELS[model]
+    assert training.prompts_per_step == 128
+    assert training.prompts_per_mini_batch == 64
+    assert training.learning_rate == 5e-7
     assert training.num_steps == 2 * 8521 // 128
-    algorithm = config.algorithm
-    assert (algorithm.clip_low, algorithm.kl_coef, algorithm.advantage_baseline) == (
-        0.2,
-        1e-4,
-        "group",
-    )
+    assert algorithm.clip_low == 0.2
+    assert algorithm.kl_coef == 1e-4
+    assert algorithm.advantage_baseline == "group"
     if algorithm.num_stages == 2:
-        assert (algorithm.gate, algorithm.gate_threshold, algorithm.gate_window) == (
-            "token",
-            0.3,
-            3,
-        )
-        assert (algorithm.unlearn_lr, algorithm.unlearn_loss, algorithm.unlearn_on) == (
-            3e-3,
-            "comp",
-            "all",
-        )
+        gate = algorithm.gate, algorithm.gate_threshold, algorithm.gate_window
+        assert gate == ("token", 0.3, 3)
+        unlearning = algorithm.unlearn_lr, algorithm.unlearn_loss, algorithm.unlearn_on
+        assert unlearning == (3e-3, "comp", "all")
 
 
 @pytest.mark.parametrize("method", ["grpo", "eepo", "eepo_more_rollouts"])
-@pytest.mark.parametrize(("model", "card"), CARDS)
-def test_a_card_s_recipe_laid_over_both_makes_room_and_changes_nothing_else(
-    model: str, card: str, method: str
+@pytest.mark.parametrize(("model", "gpu"), GPUS)
+def test_a_gpu_recipe_saves_memory_and_changes_nothing_else(
+    model: str, gpu: str, method: str
 ) -> None:
-    shape, optimizer, room = CARDS[model, card]
-    alone, config = (
-        recipe.load_run(f"paper/{model}+{method}"),
-        recipe.load_run(f"paper/{model}+{method}+{card}"),
-    )
-    assert config.training == dataclasses.replace(alone.training, optimizer=optimizer)
-    assert (config.name, config.algorithm, config.task) == (alone.name, alone.algorithm, alone.task)
-    estimate = memory.Budget(shape, config, 1024, torch.bfloat16, True, room).estimate()
-    assert estimate.total < 0.9 * room
+    shape, optimizer, gpu_memory = GPUS[model, gpu]
+    plain = recipe.load_run(f"paper/{model}+{method}")
+    config = recipe.load_run(f"paper/{model}+{method}+{gpu}")
+    assert config.training == dataclasses.replace(plain.training, optimizer=optimizer)
+    assert (config.name, config.algorithm, config.task) == (plain.name, plain.algorithm, plain.task)
+    estimate = memory.Budget(shape, config, 1024, torch.bfloat16, True, gpu_memory).estimate()
+    assert estimate.total < 0.9 * gpu_memory
     # The cache must hold all rows at a quarter of their full length.
-    left = room - estimate.persistent_total - estimate.phases["sampling"]
+    left = gpu_memory - estimate.persistent_total - estimate.phases["sampling"]
     assert estimate.kv_cache / 4 < left
-    alone_estimate = memory.Budget(shape, alone, 1024, torch.bfloat16, True, room).estimate()
-    assert alone_estimate.total > 0.85 * room
+    plain_estimate = memory.Budget(shape, plain, 1024, torch.bfloat16, True, gpu_memory).estimate()
+    assert plain_estimate.total > 0.85 * gpu_memory
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_method_says_the_same_on_every_model_and_nothing_about_it(method: str) -> None:
-    """So the order of laying one over the other is the only thing that composes."""
+def test_a_method_sets_only_its_name_and_the_algorithm(method: str) -> None:
+    """A method then combines with every model in the same way."""
     folder = next(folder for folder in recipe.recipe_folders() if (folder / "paper").is_dir())
     assert set(recipe.read_toml(folder / "paper" / f"{method}.toml")) == {"name", "algorithm"}
 
 
 @pytest.fixture(scope="module")
 def stand_in(new_model: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny decoder with room for the longest completions, a byte for a token, and a chat template."""
+    """A tiny decoder with long positions, a byte-level tokenizer and a chat template."""
     alphabet = ["<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     backend = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -170,13 +158,13 @@ def stand_in(new_model: Callable[..., Any], tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files named and shaped as a user's would be: a training set as on the hub, and every benchmark."""
+    """A folder with a training set in the format of the hub, and a file per benchmark."""
     folder = tmp_path_factory.mktemp("problems")
     rows = [
         {"question": f"What is ${n} + {n}$?", "gt_answer": str(2 * n), "level": 3}
         for n in range(20)
     ]
-    (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for index, name in enumerate((*FOUR, "aime25")):
         held_out = [
             {"problem": f"Find the {index}-th root of {n}, where ${n} > 0$.", "answer": str(n)}
@@ -191,7 +179,7 @@ def build(name: str, out: Path, stand_in: Path, problems: Path, *more: str) -> A
         f"model.path={stand_in}",
         "model.device=cpu",
         f"task.data_dir={problems}",
-        "task.train=own.jsonl",
+        "task.train=train.jsonl",
         *more,
     ]
     progress = Progress(Console(file=io.StringIO()))
@@ -199,7 +187,7 @@ def build(name: str, out: Path, stand_in: Path, problems: Path, *more: str) -> A
 
 
 @every_combination
-def test_a_combination_becomes_a_trainer(
+def test_every_combination_builds_a_trainer(
     model: str, method: str, stand_in: Path, problems: Path, tmp_path: Path
 ) -> None:
     trainer = build(f"paper/{model}+{method}", tmp_path, stand_in, problems)
@@ -211,8 +199,9 @@ def test_a_combination_becomes_a_trainer(
     assert prompt.text.startswith("[user]") == (model == "llama-3.2-3b-instruct")
 
 
-def test_a_combination_takes_a_step(stand_in: Path, problems: Path, tmp_path: Path) -> None:
-    """The whole of the paper's EEPO but for its sizes."""
+def test_the_papers_eepo_trains_a_step_at_small_sizes(
+    stand_in: Path, problems: Path, tmp_path: Path
+) -> None:
     small = ("algorithm.max_new_tokens=6", "training.num_steps=1", "training.prompts_per_step=4")
     quick = ("training.prompts_per_mini_batch=2", "evaluation.num_samples=1", "evaluation.every=0")
     build("paper/qwen3-8b-base+eepo", tmp_path, stand_in, problems, *small, *quick).run()

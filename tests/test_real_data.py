@@ -1,4 +1,4 @@
-"""Real maths data, where there is some: EEPO_DATA_DIR names a folder of .jsonl files (problem, answer in each line)."""
+"""Grades real maths problems. EEPO_DATA_DIR is a folder of .jsonl files with problem and answer."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ FILES = sorted(
 )
 
 
-@pytest.mark.skipif(not FILES, reason="EEPO_DATA_DIR names no folder with maths data")
-def test_golds_earn_their_reward_and_others_do_not() -> None:
+@pytest.mark.skipif(not FILES, reason="EEPO_DATA_DIR is not a folder with maths data")
+def test_correct_answers_are_rewarded_and_changed_answers_are_not() -> None:
     reward = build_reward(RewardConfig(name="math", num_workers=2), DatasetConfig())
     for path in FILES:
         problems = read_problems(str(path))
         random.Random(0).shuffle(problems)
-        golds = [problem.answer for problem in problems[:200]]
-        others = [gold + "7" if gold[-1].isdigit() else f"{gold} + 1" for gold in golds]
-        prompts = [Prompt("", "", (), gold) for gold in golds]
-        own = reward.grade(prompts, [rf"So it is \boxed{{{gold}}}." for gold in golds])
-        wrong = reward.grade(prompts, [rf"So it is \boxed{{{other}}}." for other in others])
-        assert [gold for gold, verdict in zip(golds, own, strict=True) if not verdict.correct] == []
-        assert [
-            pair
-            for pair, verdict in zip(zip(golds, others, strict=True), wrong, strict=True)
-            if verdict.correct
-        ] == []
+        answers = [problem.answer for problem in problems[:200]]
+        changed = [a + "7" if a[-1].isdigit() else f"{a} + 1" for a in answers]
+        prompts = [Prompt("", "", (), answer) for answer in answers]
+        on_answers = reward.grade(prompts, [rf"So it is \boxed{{{a}}}." for a in answers])
+        on_changed = reward.grade(prompts, [rf"So it is \boxed{{{a}}}." for a in changed])
+        rejected = [a for a, v in zip(answers, on_answers, strict=True) if not v.correct]
+        accepted = [
+            pair for *pair, v in zip(answers, changed, on_changed, strict=True) if v.correct
+        ]
+        assert rejected == []
+        assert accepted == []
