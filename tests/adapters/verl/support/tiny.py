@@ -79,7 +79,7 @@ def command_line(model: Path, prompts: Path, out: Path, num_steps: int) -> list[
         "data.shuffle=false",
         "data.dataloader_num_workers=0",
         "algorithm.adv_estimator=grpo",
-        "actor_rollout_ref.actor.policy_loss.loss_mode=diary",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=recording",
         f"actor_rollout_ref.model.path={model}",
         "actor_rollout_ref.model.use_remove_padding=false",
         "actor_rollout_ref.model.enable_gradient_checkpointing=false",

@@ -1,8 +1,8 @@
 """A rollout backend for verl: one Ray actor with a plain `transformers` model.
 
-It records every push of weights and every completion in the folder EEPO_TEST_DIARY, so that a test
-can check later what was sampled from which weights. The random numbers of a completion depend only
-on its prompt, the version of the weights, and the number of earlier completions of that prompt.
+It records every push of weights and every completion in the folder EEPO_TEST_RECORDS, so that a
+test can check later what was sampled from which weights. The random numbers of a completion depend
+only on its prompt, the version of the weights, and the number of earlier completions of the prompt.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class TransformersServer:
         torch.set_num_threads(1)
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         self.max_new_tokens = max_new_tokens
-        self.diary = Path(os.environ["EEPO_TEST_DIARY"])
-        self.num_pushes = len(list(self.diary.glob("push-*.safetensors")))
+        self.records = Path(os.environ["EEPO_TEST_RECORDS"])
+        self.num_pushes = len(list(self.records.glob("push-*.safetensors")))
         self.version = -1
         self.asleep = True
         self.num_sampled: dict[tuple[int, tuple[int, ...]], int] = {}
@@ -39,7 +39,7 @@ class TransformersServer:
         self.num_pushes += 1
         save_file(
             dict(self.model.named_parameters()),
-            self.diary / f"push-{self.num_pushes:03d}.safetensors",
+            self.records / f"push-{self.num_pushes:03d}.safetensors",
         )
         self.version = version if version is not None else self.version
         self._write(event="push", push=self.num_pushes, version=version)
@@ -84,7 +84,7 @@ class TransformersServer:
         self.asleep = False
 
     def _write(self, **entry: Any) -> None:
-        with (self.diary / "diary.jsonl").open("a") as stream:
+        with (self.records / "events.jsonl").open("a") as stream:
             stream.write(json.dumps(entry) + "\n")
 
 

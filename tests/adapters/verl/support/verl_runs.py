@@ -21,7 +21,7 @@ class VerlRun:
 
     def events(self) -> list[dict[str, Any]]:
         """Return the rollout server's events: pushes, completions and sleeps."""
-        return _lines(self.folder / "diary/diary.jsonl")
+        return _lines(self.folder / "records/events.jsonl")
 
     def completions(self, push: int) -> list[dict[str, Any]]:
         """Return the completions sampled from the weights of that push."""
@@ -29,11 +29,11 @@ class VerlRun:
         return [event for event in completions if event["push"] == push]
 
     def weights(self, push: int) -> Path:
-        return self.folder / f"diary/push-{push:03d}.safetensors"
+        return self.folder / f"records/push-{push:03d}.safetensors"
 
     def loss_rows(self) -> list[dict[str, Any]]:
         """Return the arguments of the policy loss, without padding rows."""
-        files = sorted(self.folder.glob("diary/loss-rank*.jsonl"))
+        files = sorted(self.folder.glob("records/loss-rank*.jsonl"))
         return [row for file in files for row in _lines(file) if row["denominators"]]
 
     def metrics(self) -> dict[int, dict[str, float]]:
@@ -67,15 +67,15 @@ def run_verl(
     import psutil
     import tiny
 
-    (folder / "diary").mkdir()
+    (folder / "records").mkdir()
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(SUPPORT),
-        "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu,diary_loss",
+        "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu,recording_loss",
         # verl registers its FSDP engine for this device, but it also runs on the CPU.
         "VERL_ENGINE_DEVICE": "cuda",
         "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
-        "EEPO_TEST_DIARY": str(folder / "diary"),
+        "EEPO_TEST_RECORDS": str(folder / "records"),
         "RAY_DEDUP_LOGS": "0",
     }
     line = [*tiny.command_line(model, model / "prompts.parquet", folder, num_steps), *overrides]

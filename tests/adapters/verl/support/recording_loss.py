@@ -11,11 +11,11 @@ from torch import Tensor
 from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla, register_policy_loss
 
 
-@register_policy_loss("diary")
+@register_policy_loss("recording")
 def policy_loss(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, **others: Any
 ) -> Any:
-    path = Path(os.environ["EEPO_TEST_DIARY"]) / f"loss-rank{os.environ['RANK']}.jsonl"
+    path = Path(os.environ["EEPO_TEST_RECORDS"]) / f"loss-rank{os.environ['RANK']}.jsonl"
     with path.open("a") as stream:
         for row, mask in enumerate(response_mask.bool()):
             entry = {
