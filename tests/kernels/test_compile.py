@@ -80,7 +80,7 @@ def compile_kernel(
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_draws(capability: int) -> None:
+def test_sampling(capability: int) -> None:
     constants = {
         "NUM_BLOCKS": 75,
         "PADDED_BLOCKS": 128,
