@@ -1,4 +1,4 @@
-"""eepo: reinforcement learning with verifiable rewards and exploration.
+"""Reinforcement learning with verifiable rewards and exploration.
 
 `eepo.algorithm` contains the whole method.
 """

@@ -13,9 +13,9 @@ MIX_2 = 0x94D049BB133111EB
 
 
 def sample(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, V] logits, [B] numbers in [0, 1) -> tokens, log-probabilities, entropies, each [B].
+    """Sample from [B, V] logits -> tokens, log-probabilities, entropies, each [B].
 
-    Invert the cumulative distribution: one random number per token, whatever the vocabulary. The
+    `uniform` has one random number in [0, 1) per row: invert the cumulative distribution. The
     cumulative sum is in fp64, which still separates neighbours among 150,000 probabilities.
     Temperature 0 selects the most likely token.
     """
@@ -33,7 +33,7 @@ def sample(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor,
 
 
 def uniforms(keys: Tensor, positions: Tensor | int) -> Tensor:
-    """[B] int64 row keys -> [B] float64 in [0, 1), by splitmix64 in wrapping int64 arithmetic."""
+    """Map [B] int64 row keys to [B] float64 in [0, 1): splitmix64 in wrapping int64 arithmetic."""
     if isinstance(positions, int):
         positions = torch.tensor(positions, device=keys.device)
     mixed = keys + (positions + 1) * _signed(GOLDEN)

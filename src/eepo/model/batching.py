@@ -225,7 +225,7 @@ class _TokenIndex:
         return cls(num_prompt, num_completion, num_omitted, starts, starts + num_prompt)
 
     def predictors(self) -> Tensor:
-        """[C] indices of the states that predict completion tokens."""
+        """Return the [C] indices of the states that predict completion tokens."""
         within = _ranges(self.num_completion)
         last_of_prompt = _repeat(self.prompt_starts + self.num_prompt - 1, self.num_completion)
         before_completion = _repeat(self.completion_starts - 1, self.num_completion)

@@ -129,7 +129,7 @@ def _with_weight_in(head: LMHead, dtype: torch.dtype) -> LMHead:
 
 
 def matmul_fp32(rows: Tensor, matrix: Tensor) -> Tensor:
-    """[N, H], [V, H] -> [N, V] in fp32, the dtype in which half-precision products are summed."""
+    """Multiply [N, H], [V, H] -> [N, V] in fp32, the dtype that half-precision sums have."""
     if rows.is_cuda and rows.dtype != torch.float32:
         return torch.mm(rows, matrix.t(), out_dtype=torch.float32)
     return linear(rows, matrix).float()

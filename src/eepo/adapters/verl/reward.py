@@ -1,4 +1,4 @@
-"""eepo's graders as reward functions for verl. They run in a process that can be killed.
+"""Makes the graders reward functions for verl. They run in a process that can be killed.
 
 reward.custom_reward_function.path=pkg://eepo.adapters.verl.reward
 reward.custom_reward_function.name=math

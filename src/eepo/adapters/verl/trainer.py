@@ -1,4 +1,4 @@
-"""verl's synchronous trainer with stages: it samples and unlearns before the last stage."""
+"""Adds stages to verl's synchronous trainer: it samples and unlearns before the last stage."""
 
 from __future__ import annotations
 

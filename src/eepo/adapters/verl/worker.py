@@ -1,4 +1,4 @@
-"""verl's actor-and-rollout worker with unlearning: it computes θ′ and pushes it once."""
+"""Adds unlearning to verl's actor-and-rollout worker: it computes θ′ and pushes it once."""
 
 from __future__ import annotations
 
