@@ -84,9 +84,7 @@ def test_later_mini_batches_use_the_policy_before_the_first_update(
     algorithm = build(mini_batch=2, credit="full")
     rollout, _ = train_step(algorithm, demo_prompts[:6])
     fresh = build(mini_batch=2, credit="full")
-    denominators = old_logprobs(
-        fresh.policy, rollout, rollout.mini_batches(2), algorithm.options
-    )
+    denominators = old_logprobs(fresh.policy, rollout, rollout.mini_batches(2), algorithm.options)
     assert denominators[0].is_current == [stage > 1 for stage in rollout.stages] * 2
     scored = 0
     for rows, old in itertools.islice(
@@ -163,5 +161,7 @@ def test_importance_credit_is_grpo_in_expectation_and_full_credit_is_not() -> No
     assert grpo == pytest.approx(by_hand)
     assert expected_gradient(sampler=q, denominator=q) == pytest.approx(grpo)
     full = expected_gradient(sampler=q, denominator=p)
-    assert full == pytest.approx((1 - q) * advantage["common"] * -p + q * advantage["rare"] * (1 - p))
+    assert full == pytest.approx(
+        (1 - q) * advantage["common"] * -p + q * advantage["rare"] * (1 - p)
+    )
     assert full > 30 * grpo
