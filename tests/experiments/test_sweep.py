@@ -32,11 +32,13 @@ from eepo.runs.runlog import METRICS
 from eepo.types import UserError
 
 TINY = (
+    "model.device=cpu",
     "training.num_steps=1",
     "training.prompts_per_step=2",
     "training.prompts_per_mini_batch=2",
     "algorithm.group_size=4",
     "algorithm.max_new_tokens=12",
+    "algorithm.kl_coef=0.0",
     "task.num_evaluation=2",
     "evaluation.num_samples=2",
     "evaluation.every=0",
@@ -46,11 +48,11 @@ PATHS = "model.path=builtin:countdown,/no/such/model"
 
 
 def planned(out: Path, *grids: str, num_seeds: int = 1, overrides: tuple[str, ...] = TINY) -> Sweep:
-    return plan("demo/grpo", overrides, grids, num_seeds, out)
+    return plan("countdown/grpo", overrides, grids, num_seeds, out)
 
 
 def command(out: Path, *grids: str, overrides: tuple[str, ...] = TINY, seeds: int = 1) -> list[str]:
-    words = [sys.executable, "-m", "eepo", "sweep", "demo/grpo"]
+    words = [sys.executable, "-m", "eepo", "sweep", "countdown/grpo"]
     words += [word for grid in grids for word in ("--grid", grid)]
     words += [word for override in overrides for word in ("--set", override)]
     return [*words, "--seeds", str(seeds), "--out", str(out)]
