@@ -1,1 +1,1 @@
-"""Everything that is more than one run, and the checks before a run."""
+"""Runs comparisons and sweeps of several runs, and checks a recipe before a run."""

@@ -1,4 +1,4 @@
-"""Checks a recipe before a long run: reports findings one by one, each with advice what to change.
+"""Checks a recipe before a long run and reports findings, each with advice what to change.
 
 The checks run in the order in which they are defined below, cheap ones first. If a check fails,
 only the checks that depend on it are skipped. Nothing is trained and nothing is written.

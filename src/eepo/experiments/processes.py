@@ -98,7 +98,7 @@ def run_jobs(
 
 
 def failure_reason(job: Job, code: int) -> str:
-    """Return the last line of the log, and the signal if one ended the job.
+    """Return the last line of the log, and the name of the signal if a signal ended the job.
 
     The last line is the message of a user error, or the end of a traceback.
     """
