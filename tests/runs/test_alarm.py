@@ -167,8 +167,8 @@ def test_a_monitor_of_a_resumed_run_reports_the_same_events(action: str, tmp_pat
         *steps(2, 9, stage1__entropy=0.001),
         *steps(5, 11, stage1__entropy=0.0),
     ]
-    whole = events_of(AlarmMonitor(config, tmp_path), rows)
-    assert len(whole) >= 3
+    uninterrupted = events_of(AlarmMonitor(config, tmp_path), rows)
+    assert len(uninterrupted) >= 3
     for cut in range(len(rows) + 1):
         log = RunLog(tmp_path / str(cut))
         monitor, before = AlarmMonitor(config, log.folder), []
@@ -178,7 +178,7 @@ def test_a_monitor_of_a_resumed_run_reports_the_same_events(action: str, tmp_pat
             log.append(ALARMS, *(event.row() for event in events))
             before += [(e.step, e.state, e.alarm.name, e.action) for e in events]
         after = events_of(AlarmMonitor(config, log.folder), rows[cut:])
-        assert before + after == whole
+        assert before + after == uninterrupted
 
 
 def test_a_bound_changed_on_resume_applies_to_earlier_rows_too(tmp_path: Path) -> None:
@@ -294,17 +294,17 @@ def rates(folder: Path) -> list[float]:
 
 def test_halving_starts_with_the_next_step_and_survives_a_resume(tmp_path: Path) -> None:
     config = tiny(alarm={"action": "halve_unlearn_lr"})
-    run(config, tmp_path / "whole")
-    assert rates(tmp_path / "whole") == [1e-3, 1e-3, 5e-4, 5e-4, 2.5e-4]
-    assert [row["state"] for row in read_records(tmp_path / "whole" / ALARMS)] == ["on", "still"]
+    run(config, tmp_path / "full")
+    assert rates(tmp_path / "full") == [1e-3, 1e-3, 5e-4, 5e-4, 2.5e-4]
+    assert [row["state"] for row in read_records(tmp_path / "full" / ALARMS)] == ["on", "still"]
     short = dataclasses.replace(config, training=dataclasses.replace(config.training, num_steps=3))
-    run(short, tmp_path / "cut")
+    run(short, tmp_path / "resumed")
     lost = {"step": 4, "state": "on", "alarm": "entropy_below", "value": 0, "bound": 1}
-    with (tmp_path / "cut" / ALARMS).open("a") as file:  # after the checkpoint, and unfinished
+    with (tmp_path / "resumed" / ALARMS).open("a") as file:  # after the checkpoint, and unfinished
         file.write(json.dumps(lost | {"stage": None}) + '\n{"st')
-    run(config, tmp_path / "cut", resume=True)
-    assert rates(tmp_path / "cut") == rates(tmp_path / "whole")
-    assert (tmp_path / "cut" / ALARMS).read_bytes() == (tmp_path / "whole" / ALARMS).read_bytes()
+    run(config, tmp_path / "resumed", resume=True)
+    assert rates(tmp_path / "resumed") == rates(tmp_path / "full")
+    assert (tmp_path / "resumed" / ALARMS).read_bytes() == (tmp_path / "full" / ALARMS).read_bytes()
 
 
 def test_with_unlearn_lr_auto_the_kl_target_is_halved(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def write(folder: Path, data: bytes) -> Path:
 
 
 def values(rows: Iterator[Any], read: Any) -> list[Any]:
-    """Return the values alone: `read_rows` also yields the place of each row."""
+    """Return the values alone: `read_rows` also yields `file:line`."""
     return [row[1] if read is read_rows else row for row in rows]
 
 
