@@ -69,7 +69,9 @@ def ours(args: argparse.Namespace, device: torch.device, **options: Any) -> list
     algorithm = EEPO(
         policy=policy, reference=reference, engine=engine, reward=Drawn(),
         optimizer=build_optimizer("adamw", model.parameters(), 1e-7, 0.01, 0),
-        options=AlgorithmConfig(group_size=GROUP, max_new_tokens=args.new, unlearn_lr=1e-6, **options),
+        options=AlgorithmConfig(
+            **({"group_size": GROUP, "max_new_tokens": args.new, "unlearn_lr": 1e-6} | options)
+        ),
         mini_batch=args.prompts // 2, max_grad_norm=1.0,
     )  # fmt: skip
     rows = []
@@ -145,14 +147,33 @@ def trl(
 PEERS: dict[str, Any] = {
     "grpo": lambda *given: ours(*given, num_stages=1),
     "eepo": lambda *given: ours(*given, num_stages=2, gate="always"),
-    "eepo, capped": lambda *given: ours(
-        *given, num_stages=2, gate="always", unlearn_max_completions=128
-    ),
     "eepo, gate shut": lambda *given: ours(*given, num_stages=2, gate="token"),
     "trl": trl,
     "trl, fp32": lambda *given: trl(*given, torch.float32),
     "trl, eepo": lambda *given: trl(*given, torch.float32, gate="always", unlearn_lr=1e-6),
 }
+
+
+def peer(name: str) -> Any:
+    """Return the function of a peer.
+
+    "eepo 32 full auto exact" is EEPO with at most 32 unlearned completions, full credit, a search
+    for the unlearning rate, and exact saturation; each word may be left out.
+    """
+    if name in PEERS:
+        return PEERS[name]
+    first, *words = name.split()
+    meanings: dict[str, dict[str, Any]] = {
+        "full": {"credit": "full"},
+        "auto": {"unlearn_lr": "auto", "unlearn_kl_target": 1e-2},
+        "exact": {"saturation": "exact"},
+    }
+    options: dict[str, Any] = {"num_stages": 2, "gate": "always"}
+    for word in words:
+        options |= {"unlearn_max_completions": int(word)} if word.isdigit() else meanings[word]
+    if first != "eepo":
+        raise SystemExit(f"--peers: no peer {name!r}; allowed: {', '.join(PEERS)}, eepo WORDS")
+    return lambda *given: ours(*given, **options)
 
 
 def _lengths(args: argparse.Namespace) -> list[int]:
@@ -183,14 +204,14 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--peers", default="grpo;eepo;eepo, capped", help="semicolon between them")
+    parser.add_argument("--peers", default="grpo;eepo;eepo 128", help="semicolon between them")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     table: list[list[str]] = []
     totals: dict[str, float] = {}
     for name in args.peers.split(";"):
         print(name, flush=True)
-        rows = PEERS[name](args, device)
+        rows = peer(name)(args, device)
         median = {key: statistics.median(row.get(key, 0.0) for row in rows) for key in rows[0]}
         totals[name] = median["seconds/total"]
         shown = [median.get(f"seconds/{phase}") for phase in PHASES]

@@ -174,7 +174,9 @@ class Plan:
         if "values" not in method:
             return ""
         if (regime, name) not in self.chosen:
-            self.chosen[regime, name] = self._best(regime, name, method)
+            tuned_in = self.tables["regimes"][regime].get("tuned_in", regime)
+            tuned_in = method.get("tuned_in", tuned_in)
+            self.chosen[regime, name] = self._best(tuned_in, name, method)
         return self.chosen[regime, name]
 
     def _best(self, regime: str, name: str, method: dict[str, Any]) -> str:
@@ -192,7 +194,12 @@ class Plan:
 
 
 def objective(line: dict[str, Any], names: Sequence[str]) -> float:
-    """The mean of measures such as in_range/greedy."""
+    """Return the mean of measures such as in_range/greedy.
+
+    "speed" is the negative number of steps to 90 % reward; a run that fails counts twice its steps.
+    """
+    if list(names) == ["speed"]:
+        return -float(line["steps_to_90"] or 2 * line["num_steps"])
     return statistics.mean(final(line, *name.split("/")) for name in names)
 
 

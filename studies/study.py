@@ -50,7 +50,8 @@ from eepo.types import UserError
 
 KEPT = ("step", "entropy", "reward", "stage1/entropy", "stage2/entropy", "stage1/reward", "stage2/reward",
         "stage1/length", "stage2/length", "unlearn/kl", "unlearn/lr", "gate_share", "missed_share", "second_half_recovery",
-        "mismatch_kl", "stage1/clip_share", "stage2/clip_share", "seconds/total", "memory/peak",
+        "mismatch_kl", "stage1/clip_share", "stage2/clip_share",
+        "stage1/label/compute", "stage2/label/compute", "stage2/rewarded_ratio_min", "seconds/total", "memory/peak",
         "memory/held")  # fmt: skip
 MOST_ROWS = 30  # of a run's metrics
 WEIGHTS = FINAL, "checkpoints"  # folders of a run
@@ -69,8 +70,22 @@ def line_of(run: Run, folder: Path) -> dict[str, Any]:
         if row["kind"] == "full"
     ]
     seconds = sum(row["seconds/total"] for row in metrics)
-    return {"regime": run.regime, "method": run.method, "value": run.value, "seed": run.seed,
+    speed = {
+        "num_steps": len(metrics),
+        "steps_to_50": steps_to(metrics, 0.5),
+        "steps_to_90": steps_to(metrics, 0.9),
+    }
+    return speed | {"regime": run.regime, "method": run.method, "value": run.value, "seed": run.seed,
             "seconds": round(seconds, 1), "evaluations": evaluations, "metrics": kept}  # fmt: skip
+
+
+def steps_to(metrics: Sequence[dict[str, Any]], reward: float, window: int = 5) -> int | None:
+    """Return the first step at which the mean stage-1 reward of the last steps exceeds `reward`."""
+    values = [row["stage1/reward"] for row in metrics]
+    for end in range(window, len(values) + 1):
+        if statistics.fmean(values[end - window : end]) > reward:
+            return end
+    return None
 
 
 def _mean_row(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from eepo.reports.figures import (
 from eepo.reports.panels import STYLE, DrawFigure
 from eepo.reports.records import Run
 from eepo.reports.second_half import second_half_figure
+from eepo.reports.strategies import strategies_figure
 from eepo.reports.unlearning_examples import unlearning_examples_figure
 
 
@@ -44,6 +45,15 @@ class FigureSpec:
 
 
 FIGURES = (
+    FigureSpec(
+        "strategies",
+        "Strategies",
+        "Reward of the sampled completions, and the share of completions that use a strategy which "
+        "was rare at the start. Stage 2 (dashed) is sampled after unlearning. A strategy that is "
+        "common in stage 2 only is found, but not learned.",
+        strategies_figure,
+        (describe_smoothing, describe_bands),
+    ),
     FigureSpec(
         "exploration",
         "Exploration",

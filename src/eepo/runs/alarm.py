@@ -29,6 +29,7 @@ MESSAGES = {
     "truncated_share_above": "{value:.3g} of the completions of stage {stage} are truncated",
     "zero_advantage_share_above": "{value:.3g} of the groups have equal rewards",
     "mismatch_kl_above": "the KL between engine and policy is {value:.3g} per token",
+    "rewarded_ratio_below": "the ratio of what stage {stage} finds is {value:.3g}",
     "dead_stage_above": "stage {stage} earns almost no reward while another earns {value:.3g}",
 }
 ADVICE = {
@@ -48,6 +49,9 @@ ADVICE = {
     "mismatch_kl_above": (
         "they round differently: use the same rollout.dtype and model.compute_dtype, "
         "or float32 for both"
+    ),
+    "rewarded_ratio_below": (
+        'its successes hardly reach the update; algorithm.credit = "full" counts them in full'
     ),
     "dead_stage_above": f"half of the samples are wasted: {UNLEARN_LESS}",
 }
@@ -82,6 +86,7 @@ def alarms(rows: Sequence[Row], config: AlarmConfig) -> list[Alarm]:
         _any_stage("truncated_share", window, config.truncated_share_above),
         _above("zero_advantage_share", window, config.zero_advantage_share_above),
         _above("mismatch_kl", window, config.mismatch_kl_above),
+        _lost_credit(window, config.rewarded_ratio_below),
         _dead_stage(window, config.dead_stage_above),
     )
     return [alarm for alarm in candidates if alarm is not None]
@@ -114,6 +119,17 @@ def _above(metric: str, window: Sequence[Row], bound: Any) -> Alarm | None:
     if bound == "off" or not all(row.get(metric, bound) > bound for row in window):
         return None
     return Alarm(f"{metric}_above", window[-1][metric], bound)
+
+
+def _lost_credit(window: Sequence[Row], bound: Any) -> Alarm | None:
+    """Return the first later stage whose successes have a token ratio near 0 in every row."""
+    if bound == "off":
+        return None
+    for stage in _stages(window[-1])[1:]:
+        key = f"stage{stage}/rewarded_ratio_min"
+        if all(row.get(key, bound) < bound for row in window):
+            return Alarm("rewarded_ratio_below", window[-1][key], bound, stage)
+    return None
 
 
 def _dead_stage(window: Sequence[Row], bound: Any) -> Alarm | None:
