@@ -143,8 +143,9 @@ def demo(out: Out = Path("runs/demo"), seeds: Seeds = 1, overrides: Overrides = 
     """Train a small policy with GRPO and EEPO on the CPU, and write a report that compares them."""
     progress = Progress()
     progress.print(
-        "Countdown: combine four numbers to reach the target. "
-        "Both methods use the same policy, prompts and seeds."
+        "Shortcut: add digits modulo 10. The policy guesses, which is right 10 % of the time; "
+        "with probability 1e-5 it computes, which is always right. Which method learns to compute? "
+        "Both start from the same policy and see the same prompts."
     )
     _compare(["demo/grpo", "demo/eepo"], seeds, out, overrides, progress)
 

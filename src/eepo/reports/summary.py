@@ -9,7 +9,10 @@ from eepo.evaluation.estimates import seed_interval
 from eepo.reports.measures import LABELS, full_evaluations, measure_value, shown_measures
 from eepo.reports.records import Run, by_method, evaluation_sets
 from eepo.reports.settings import differing_settings
+from eepo.reports.strategies import new_labels
 from eepo.reports.tables import display_name
+
+FINAL_STEPS = 5
 
 
 def summary_sentences(runs: Sequence[Run]) -> list[str]:
@@ -25,7 +28,8 @@ def summary_sentences(runs: Sequence[Run]) -> list[str]:
         for eval_set in evaluation_sets(runs)
         if (comparison := _compare(methods[baseline], methods[other], eval_set, measures, suffix))
     ]
-    sentences = [_time_sentence(runs)] if equal_time else []
+    sentences = strategy_sentences(runs)
+    sentences += [_time_sentence(runs)] if equal_time else []
     sentences += [sentence for sentence, _ in comparisons]
     if not others:
         sentences.append(f"Only one method ({baseline}), so there is nothing to compare.")
@@ -40,6 +44,25 @@ def summary_sentences(runs: Sequence[Run]) -> list[str]:
             "about 1 in 20 excludes 0."
         )
     return sentences + warning_sentences(runs)
+
+
+def strategy_sentences(runs: Sequence[Run]) -> list[str]:
+    """Say how much each method earns at the end, and how often it uses a strategy that grew."""
+    labels = new_labels(runs)
+    if not labels:
+        return []
+    label = labels[0]
+    parts = []
+    for method, seeds in by_method(runs).items():
+        reward = _final_mean(seeds, "stage1/reward")
+        share = _final_mean(seeds, f"stage1/label/{label}")
+        parts.append(f"{method} earns {reward:.0%} reward and uses it in {share:.0%}")
+    return [f'Strategy "{label}", last {FINAL_STEPS} steps: {"; ".join(parts)} of completions.']
+
+
+def _final_mean(seeds: Sequence[Run], key: str) -> float:
+    values = [value for run in seeds for value in list(run.series(key).values())[-FINAL_STEPS:]]
+    return sum(values) / max(len(values), 1)
 
 
 def is_equal_time(runs: Sequence[Run]) -> bool:
