@@ -133,7 +133,7 @@ class _Scorer(nn.Module):
         # [C, H]: only the states that predict completion tokens
         hidden = self.hidden_states(batch.inputs).flatten(0, 1)[batch.predictors]
         head = LMHead.from_model(self.model)
-        dtype = _product_dtype(head.weight)
+        dtype = product_dtype(head.weight)
         columns = head.scores(hidden, batch.targets, temperature, self.head_tokens, dtype)
         return Scores(*(batch.scatter(column) for column in columns))
 
@@ -154,7 +154,7 @@ def _output_to_fp32(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
     return output.float()
 
 
-def _product_dtype(weight: Tensor) -> torch.dtype:
+def product_dtype(weight: Tensor) -> torch.dtype:
     """Return the dtype in which autocast computes a product with `weight`."""
     device = weight.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype

@@ -14,35 +14,40 @@ from torch.nn.utils.rnn import pad_sequence
 class PaddedBatch:
     """B completions, padded as TRL does: prompts on the left, completions on the right."""
 
+    rows: list[int]  # indices of the B completions in their stage
     input_ids: Tensor  # [B, P + T]
     attention_mask: Tensor  # [B, P + T]
     mask: Tensor  # [B, T] bool: True on completion tokens
 
 
 def pad_batch(
-    prompts: list[Tensor],  # B of [P_k]
-    completions: list[Tensor],  # B of [T_k]
+    stage: tuple[Any, ...],  # what TRL's `_generate` returns: ids of prompts and completions first
+    rows: list[int],
     pad_id: int,
     device: torch.device,
 ) -> PaddedBatch:
-    """Pad the token ids of prompts and completions."""
+    """Pad the token ids of some rows of a stage."""
     ids, masks = [], []
-    for rows, side in ((prompts, "left"), (completions, "right")):
-        ids.append(pad_sequence(rows, True, pad_id, padding_side=side))
-        masks.append(pad_sequence([torch.ones_like(row) for row in rows], True, padding_side=side))
+    for column, side in ((stage[0], "left"), (stage[1], "right")):
+        parts = [torch.tensor(column[row]) for row in rows]
+        ids.append(pad_sequence(parts, True, pad_id, padding_side=side))
+        masks.append(pad_sequence([torch.ones_like(ids) for ids in parts], True, padding_side=side))
     input_ids, attention_mask = torch.cat(ids, 1), torch.cat(masks, 1)
     mask = masks[1].bool()
-    return PaddedBatch(input_ids.to(device), attention_mask.to(device), mask.to(device))
+    return PaddedBatch(rows, input_ids.to(device), attention_mask.to(device), mask.to(device))
 
 
-def unpad_rows(values: Tensor, mask: Tensor) -> list[Tensor]:  # [B, T] -> B of [T_k]
-    return [row[: int(length)] for row, length in zip(values, mask.sum(1), strict=True)]
+def unpad_rows(values: Tensor, batch: PaddedBatch) -> dict[int, Tensor]:  # [B, T] -> B of [T_k]
+    """Cut off the padding. The keys are the batch's row indices."""
+    lengths = batch.mask.sum(1).tolist()
+    rows = zip(batch.rows, values, lengths, strict=True)
+    return {row: row_values[:length] for row, row_values, length in rows}
 
 
-def pad_rows(rows: list[Tensor], shape: torch.Size) -> Tensor:  # [T_k] each -> [B, T]
-    """Pad the first B rows with zeros on the right."""
+def pad_rows(rows: list[Tensor], shape: torch.Size) -> Tensor:  # B of [T_k] -> [B, T]
+    """Pad rows with zeros on the right."""
     grid = rows[0].new_zeros(shape)
-    for padded_row, row in zip(grid, rows, strict=False):
+    for padded_row, row in zip(grid, rows, strict=True):
         padded_row[: len(row)] = row
     return grid
 

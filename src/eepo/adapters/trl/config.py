@@ -18,7 +18,10 @@ KNOBS = (
     "unlearn_lr",
     "unlearn_loss",
     "unlearn_eps",
+    "saturation",
     "unlearn_on",
+    "unlearn_max_completions",
+    "credit",
     "stage2_negative_advantages",
     "failure_weight",
 )
@@ -44,10 +47,20 @@ class EEPOConfig(GRPOConfig):
     unlearn_on: Literal["all", "rewarded", "unrewarded", "zero_variance"] = knob(
         "all", "Completions to unlearn. zero_variance: groups whose rewards are all equal."
     )
+    unlearn_max_completions: int = knob(
+        0, "Unlearn at most this many completions of stage 1, evenly spaced. 0: all."
+    )
     unlearn_loss: Literal["comp", "nll"] = knob(
         "comp", "comp: complementary loss. nll: gradient ascent on the NLL (ablation)."
     )
-    unlearn_eps: float = knob(1e-4, "Probabilities are clamped to 1 - unlearn_eps.")
+    unlearn_eps: float = knob(1e-4, "With saturation = stop: p is clamped to 1 - unlearn_eps.")
+    saturation: Literal["stop", "exact"] = knob(
+        "stop", "stop: no gradient above 1 - unlearn_eps. exact: log(1 - p) of the other tokens."
+    )
+    credit: Literal["importance", "full"] = knob(
+        "importance",
+        "Denominator of stage 2. importance: the weights that sampled. full: the policy.",
+    )
     stage2_negative_advantages: bool = knob(
         True, "Use negative advantages of stage 2. false: set them to 0."
     )
@@ -107,6 +120,12 @@ class EEPOConfig(GRPOConfig):
             raise UserError(
                 "use_transformers_continuous_batching = True must be False: "
                 "it rounds the trained weights"
+            )
+        if self.credit == "full" and self.use_vllm and self.off_policy_mask_threshold is not None:
+            raise UserError(
+                f"off_policy_mask_threshold = {self.off_policy_mask_threshold} must be None with "
+                'credit = "full" and use_vllm: it drops completions that are unlikely under the '
+                "policy"
             )
         optim = str(getattr(self.optim, "value", self.optim))
         if any(word in optim for word in ("layerwise", "lomo")):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
 from torch import Tensor
 from torch.nn import Parameter
 from trl import GRPOTrainer
@@ -27,6 +28,7 @@ from eepo.adapters.trl.batches import (
     unpad_rows,
 )
 from eepo.adapters.trl.checks import check_trainer
+from eepo.adapters.trl.complements import add_complements
 from eepo.adapters.trl.config import EEPOConfig
 from eepo.adapters.weights import reshard, stashed_gradients, trial_steps, unlearned_in_place
 from eepo.algorithm import (
@@ -43,8 +45,7 @@ from eepo.model.batching import evenly_spaced
 from eepo.model.policy import Scores
 from eepo.types import UserError
 
-# Micro-batches of stage 1. The log-probabilities under θ start with those of the batch's rows.
-ScoredBatches = list[tuple[PaddedBatch, list[Tensor]]]
+RowLogprobs = dict[int, Tensor]  # [T_k] each, by the index of the row in its stage
 STATE_FILE = "eepo.json"  # in every checkpoint
 COMPLETION_IDS, COMPLETIONS = 1, 3  # indices in the tuple that TRL's `_generate` returns
 
@@ -55,6 +56,15 @@ class GradedStage:
 
     rewards: Tensor  # [rows of all processes, reward functions]
     extra_columns: dict[str, list[Any]]  # logged by the reward functions
+
+
+@dataclass
+class UnlearningPass:
+    """The result of scoring stage 1 under θ."""
+
+    batches: list[PaddedBatch]  # the rows that the loss is a mean over
+    logprobs: RowLogprobs  # of all rows
+    gradient: dict[str, Tensor] | None  # ∇L; None if the gate is shut
 
 
 class EEPOTrainer(GRPOTrainer):
@@ -77,7 +87,8 @@ class EEPOTrainer(GRPOTrainer):
         self.step_gate = StepGate(self.options)
         self.auto_lr = args.unlearn_lr  # with a KL target: the last choice
         # Set only while TRL scores a two-stage rollout:
-        self._rollout_logprobs: list[Tensor] | None = None  # of each row
+        self._rollout_logprobs: list[Tensor] | None = None  # of each row, to compare with vLLM's
+        self._old_logprobs: list[Tensor] = []  # of each row: the denominators of the ratio
         self._inputs: list[dict[str, Any]] = []  # rows of the data set
         self._graded_stage1: GradedStage | None = None
         # [rows of all processes] of the last rollout; NaN where no function gave a reward
@@ -86,6 +97,9 @@ class EEPOTrainer(GRPOTrainer):
         super().__init__(model, reward_funcs, args, **others)
         if self.options.gate != "never":
             check_trainer(self)
+            if self._is_exact:
+                base = self.model.get_base_model() if is_peft_model(self.model) else self.model
+                add_complements(base, self.temperature, args.cast_lm_head_to_fp32)
 
     # --- the rollout
 
@@ -97,17 +111,22 @@ class EEPOTrainer(GRPOTrainer):
                 "train_dataset: the sampler must give each prompt num_generations times in a row"
             )
         first = self._sample_stage(prompts[0::2])
-        batches = self._micro_batches(first)
         selected = self._rows_to_unlearn(prompts[0::2], first)
-        before, gradient = self._unlearn_gradient(batches, selected)
-        probe = self._probe_batches(batches, before)
-        lr = self._unlearn_lr(gradient, probe)
-        with self._rollout_weights(gradient, lr):
+        stage1 = self._score_stage1(first, selected)
+        probe = self._probe_batches(stage1.batches)
+        search = self._search_lr(stage1, probe)
+        with self._rollout_weights(stage1.gradient, self._unlearn_lr(search)):
             second = self._sample_stage(prompts[1::2])
-            after = self._score_stage2(self._micro_batches(second))
-            if gradient is not None:
-                self._record("kl", self._kl(probe))
-        self._rollout_logprobs = interleave_stages(before, after)
+            batches = self._micro_batches(second)
+            sampled = self._score_stage2(batches, is_unlearned=stage1.gradient is not None)
+            if stage1.gradient is not None:
+                kl = self._kl(probe, stage1.logprobs) if search is None else search.kl
+                self._record("kl", kl)
+                self._record("kl_floor", 0.0 if search is None else search.floor)
+        # The model holds θ again.
+        is_full = self.options.credit == "full" and stage1.gradient is not None
+        old = self._logprobs(batches) if is_full else sampled
+        self._keep_logprobs(stage1.logprobs, old, sampled if self._compares_with_vllm else old)
         return tuple(interleave_stages(*parts) for parts in zip(first, second, strict=True))
 
     def _sample_stage(self, prompts: list[Any]) -> tuple[Any, ...]:
@@ -141,44 +160,49 @@ class EEPOTrainer(GRPOTrainer):
         start = self.accelerator.process_index * len(prompts)
         return selected[start : start + len(prompts)]
 
-    def _unlearn_gradient(
-        self, batches: list[PaddedBatch], selected: list[bool]
-    ) -> tuple[list[Tensor], dict[str, Tensor] | None]:
-        """Return the log-probabilities of stage 1 under θ, and ∇L over all processes.
+    def _score_stage1(self, first: tuple[Any, ...], selected: list[bool]) -> UnlearningPass:
+        """Score stage 1 under θ, and compute ∇L over all processes.
 
-        The gradient is None if the gate is shut. An update may have accumulated gradients already:
-        they are stashed and restored.
+        With `unlearn_max_completions`, every process unlearns the same number of rows: FSDP needs
+        as many backward passes on each. The other rows are only scored. An update may have
+        accumulated gradients already: they are stashed and restored.
         """
-        logprobs: list[Tensor] = []
-        sums = self._zeros(4)  # tokens, entropies, gated tokens, loss
+        most = self.options.unlearn_max_completions
+        if most:
+            most = max(1, most // self.accelerator.num_processes)
+        rows = evenly_spaced(len(selected), most)
+        batches = self._micro_batches(first, rows)
+        others = self._micro_batches(first, sorted({*range(len(selected))} - {*rows}))
+        logprobs: RowLogprobs = {}
+        sums = self._zeros(5)  # tokens, entropies, candidate tokens, gated tokens, loss
         weights = self._weights()
         with stashed_gradients(weights), self._gradient_sync():
             for batch in batches:
-                scores = self._forward(batch)
-                flags = selected[len(logprobs) :][: len(batch.mask)]
-                rows = torch.tensor(flags, device=batch.mask.device).unsqueeze(1)
-                gate = unlearn_gate(scores, batch.mask, self.options) & rows
+                scores = self._forward(batch, with_complements=self._is_exact)
+                flags = torch.tensor([selected[row] for row in batch.rows]).unsqueeze(1)
+                gate = unlearn_gate(scores, batch.mask, self.options) & flags.to(batch.mask.device)
                 loss = unlearn_loss(scores, batch.mask, gate, self.options)
-                loss = loss * len(batch.mask) / len(selected)
+                loss = loss * len(batch.rows) / len(rows)
                 loss.backward()
-                logprobs += unpad_rows(scores.logprobs.detach(), batch.mask)
-                entropy = scores.entropies.detach()[batch.mask].sum()
-                sums += torch.stack([batch.mask.sum(), entropy, gate.sum(), loss.detach()]).to(sums)
+                logprobs |= unpad_rows(scores.logprobs.detach(), batch)
+                parts = [batch.mask.sum(), gate.sum(), loss.detach()]
+                sums += torch.cat([_token_sums(scores, batch.mask), torch.stack(parts).to(sums)])
             gradient = {
                 name: weight.grad for name, weight in weights.items() if weight.grad is not None
             }
-        if not self._update_gate(self.accelerator.reduce(sums, "sum").tolist()):
-            return logprobs, None
-        self._average_gradient(gradient, weights)
-        return logprobs, gradient
+        logprobs |= self._logprobs(others, sums[:2])
+        is_open = self._update_gate(self.accelerator.reduce(sums, "sum").tolist())
+        if is_open:
+            self._average_gradient(gradient, weights)
+        return UnlearningPass(batches, logprobs, gradient if is_open else None)
 
     def _update_gate(self, sums: list[float]) -> bool:
         """Record the entropy of stage 1. Return whether anything is unlearned."""
-        num_tokens, entropies, gated, loss = sums
+        num_tokens, entropies, candidates, gated, loss = sums
         self.step_gate.record(entropies / num_tokens)
         is_open = gated > 0 and self.step_gate.is_open()
         self._record("stage1_entropy", entropies / num_tokens)
-        self._record("gated_share", gated / num_tokens if is_open else 0.0)
+        self._record("gated_share", gated / candidates if is_open else 0.0)
         self._record("unlearn_loss", loss / self.accelerator.num_processes if is_open else 0.0)
         return is_open
 
@@ -191,26 +215,28 @@ class EEPOTrainer(GRPOTrainer):
             part = gradient[name] if name in gradient else torch.zeros_like(weight)
             gradient[name] = self.accelerator.reduce(part, "mean")
 
-    def _unlearn_lr(self, gradient: dict[str, Tensor] | None, probe: ScoredBatches) -> float:
+    def _unlearn_lr(self, search: SearchResult | None) -> float:
         """Return η: the knob, or with a KL target the result of a search."""
-        if self.options.unlearn_lr != "auto":
-            return self.options.unlearn_lr
-        if gradient is not None:
-            result = self._search_lr(gradient, probe)
-            self.auto_lr = result.lr
-            self._record("unlearn_lr", result.lr)
-            self._record("kl_floor", result.floor)
-        return self.auto_lr
+        if search is not None:
+            self.auto_lr = search.lr
+            self._record("unlearn_lr", search.lr)
+        return self.auto_lr if self.options.unlearn_lr == "auto" else self.options.unlearn_lr
 
-    def _search_lr(self, gradient: dict[str, Tensor], probe: ScoredBatches) -> SearchResult:
-        """Search the η that meets the KL target. All processes get the same result."""
+    def _search_lr(self, stage1: UnlearningPass, probe: list[PaddedBatch]) -> SearchResult | None:
+        """Search the η that meets the KL target. All processes get the same result.
+
+        Return None without a target, or if nothing is unlearned.
+        """
+        gradient = stage1.gradient
+        if self.options.unlearn_lr != "auto" or gradient is None:
+            return None
         try:
             with trial_steps(self._weights(), gradient) as take_step:
 
                 def kl_of(lr: float) -> float:
                     take_step(lr)
                     reshard(self.model)
-                    return self._kl(probe)
+                    return self._kl(probe, stage1.logprobs)
 
                 target = self.options.unlearn_kl_target
                 has_floor = self.accelerator.mixed_precision != "no"
@@ -262,48 +288,87 @@ class EEPOTrainer(GRPOTrainer):
 
     # --- scoring
 
-    def _micro_batches(self, stage: tuple[Any, ...]) -> list[PaddedBatch]:
-        """Cut the rows of a stage into batches of the size that TRL's update uses."""
-        prompts, completions = ([torch.tensor(ids) for ids in part] for part in stage[:2])
+    @property
+    def _is_exact(self) -> bool:
+        """Return whether the unlearning loss needs log(1 − p) of every token."""
+        return self.options.saturation == "exact" and self.options.unlearn_loss == "comp"
+
+    @property
+    def _compares_with_vllm(self) -> bool:
+        """Return whether TRL compares old log-probabilities with those of vLLM."""
+        return bool(self.use_vllm and self.vllm_importance_sampling_correction)
+
+    def _micro_batches(
+        self, stage: tuple[Any, ...], rows: list[int] | None = None
+    ) -> list[PaddedBatch]:
+        """Cut a stage, or some rows of it, into batches of the size that TRL's update uses."""
+        rows = list(range(len(stage[0]))) if rows is None else rows
         size, pad_id = self.args.per_device_train_batch_size, self._tokenizer.pad_token_id
-        slices = [slice(row, row + size) for row in range(0, len(prompts), size)]
-        device = self.accelerator.device
-        return [pad_batch(prompts[rows], completions[rows], pad_id, device) for rows in slices]
+        parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+        return [pad_batch(stage, part, pad_id, self.accelerator.device) for part in parts]
 
-    def _forward(self, batch: PaddedBatch) -> Scores:
+    def _forward(self, batch: PaddedBatch, with_complements: bool = False) -> Scores:
         width = batch.mask.shape[1]
-        logprobs, entropies, *_ = super()._get_per_token_logps_and_entropies(
-            self.model, batch.input_ids, batch.attention_mask, width, compute_entropy=True
-        )
-        return Scores(logprobs.float(), entropies.float())
+        if not with_complements:
+            logprobs, entropies, *_ = super()._get_per_token_logps_and_entropies(
+                self.model, batch.input_ids, batch.attention_mask, width, compute_entropy=True
+            )
+            return Scores(logprobs.float(), entropies.float())
+        labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
+        labels[:, :-width] = -100  # only completions are scored
+        inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+        options = {"labels": labels, "fused_lm_head": True, "with_complements": True}
+        with self.accelerator.autocast():
+            output = self.model(**inputs, **options)
+        names = ("log_probs", "entropy", "complements")
+        return Scores(*(output[name][:, -width:].float() for name in names))
 
-    @torch.no_grad()
-    def _score_stage2(self, batches: list[PaddedBatch]) -> list[Tensor]:
-        """Return the log-probabilities of each row under θ′, and record the mean entropy."""
-        logprobs: list[Tensor] = []
+    def _score_stage2(self, batches: list[PaddedBatch], is_unlearned: bool) -> RowLogprobs:
+        """Score stage 2 under the weights that sampled it, and record its mean entropy.
+
+        Full credit does not need these log-probabilities if TRL does not compare them with vLLM's.
+        Then some rows are enough, for the entropy.
+        """
+        if self.options.credit == "full" and is_unlearned and not self._compares_with_vllm:
+            batches = self._probe_batches(batches)
         sums = self._zeros(2)  # tokens, entropies
-        for batch in batches:
-            scores = self._forward(batch)
-            logprobs += unpad_rows(scores.logprobs, batch.mask)
-            sums += torch.stack([batch.mask.sum(), scores.entropies[batch.mask].sum()]).to(sums)
+        logprobs = self._logprobs(batches, sums)
         num_tokens, entropies = self.accelerator.reduce(sums, "sum").tolist()
         self._record("stage2_entropy", entropies / num_tokens)
         return logprobs
 
-    def _probe_batches(self, batches: list[PaddedBatch], before: list[Tensor]) -> ScoredBatches:
+    @torch.no_grad()
+    def _logprobs(self, batches: list[PaddedBatch], sums: Tensor | None = None) -> RowLogprobs:
+        """Score rows under the model's weights. Add their tokens and entropies to `sums`."""
+        logprobs: RowLogprobs = {}
+        for batch in batches:
+            scores = self._forward(batch)
+            logprobs |= unpad_rows(scores.logprobs, batch)
+            if sums is not None:
+                sums += _token_sums(scores, batch.mask)
+        return logprobs
+
+    def _keep_logprobs(self, first: RowLogprobs, old: RowLogprobs, sampled: RowLogprobs) -> None:
+        """Keep the log-probabilities of both stages for TRL's scoring."""
+        stage1, stage2, stage2_sampled = (
+            [logprobs[row] for row in sorted(logprobs)] for logprobs in (first, old, sampled)
+        )
+        self._old_logprobs = interleave_stages(stage1, stage2)
+        self._rollout_logprobs = interleave_stages(stage1, stage2_sampled)
+
+    def _probe_batches(self, batches: list[PaddedBatch]) -> list[PaddedBatch]:
         """Choose evenly spaced micro-batches with about `probe_completions` rows."""
-        size = len(batches[0].mask)
-        most = max(1, self.options.probe_completions // size)
-        indices = evenly_spaced(len(batches), most)
-        return [(batches[index], before[index * size :]) for index in indices]
+        most = max(1, self.options.probe_completions // len(batches[0].rows))
+        return [batches[index] for index in evenly_spaced(len(batches), most)]
 
     @torch.no_grad()
-    def _kl(self, probe: ScoredBatches) -> float:
+    def _kl(self, probe: list[PaddedBatch], before: RowLogprobs) -> float:
         """Estimate KL(θ‖θ′) per token over all processes. The model holds θ′."""
         sums = self._zeros(2)  # KL, tokens
-        for batch, before in probe:
+        for batch in probe:
             after = self._forward(batch).logprobs
-            gap = torch.where(batch.mask, after - pad_rows(before, after.shape), 0.0)
+            theta = pad_rows([before[row] for row in batch.rows], after.shape)
+            gap = torch.where(batch.mask, after - theta, 0.0)
             sums += torch.stack([k3(gap).sum(), batch.mask.sum()]).to(sums)
         kl, num_tokens = self.accelerator.reduce(sums, "sum").tolist()
         return kl / num_tokens
@@ -319,8 +384,9 @@ class EEPOTrainer(GRPOTrainer):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the rollout logprobs where TRL asks for "old" ones of a two-stage rollout.
 
-        TRL also compares them with vLLM's. Under θ, stage 2 would look like an error of the engine
-        and its completions would be zeroed.
+        TRL compares them with vLLM's. Under θ, stage 2 would look like an error of the engine and
+        its completions would be zeroed. So this is also done for full credit, whose denominators
+        are set after the comparison.
         """
         if self._rollout_logprobs is not None and model is self.model:
             shape = attention_mask[:, -logits_to_keep:].shape
@@ -335,13 +401,13 @@ class EEPOTrainer(GRPOTrainer):
             output = super()._generate_and_score_completions(inputs)
             if self._rollout_logprobs is not None:
                 mask = output["completion_mask"]  # without the completions that TRL masks
-                output["old_per_token_logps"] = pad_rows(self._rollout_logprobs, mask.shape) * mask
+                output["old_per_token_logps"] = pad_rows(self._old_logprobs, mask.shape) * mask
                 self._record_stage_rewards()
             if self.model.training:
                 output["advantages"] = self._weighted_advantages(output["advantages"])
         finally:
             self._rollout_logprobs = self._graded_stage1 = None
-            self._inputs = []
+            self._inputs, self._old_logprobs = [], []
         return output
 
     # --- rewards and advantages
@@ -405,3 +471,9 @@ class EEPOTrainer(GRPOTrainer):
             state = json.loads((Path(checkpoint) / STATE_FILE).read_text(encoding="utf-8"))
             self.step_gate.history = state["gate_history"]
             self.auto_lr = state.get("auto_lr", self.auto_lr)
+
+
+def _token_sums(scores: Scores, mask: Tensor) -> Tensor:
+    """Return the number of tokens and the sum of their entropies, in float64."""
+    entropy = scores.entropies.detach()[mask].sum()
+    return torch.stack([mask.sum(), entropy]).to(torch.float64)
