@@ -31,7 +31,6 @@ SHARED_NAMES = {
     "reasoning_gym.py": {"rewards", "tasks"},
     "shortcut.py": {"rewards", "tasks"},
     "lm_head.py": {"kernels", "model"},  # a kernel and its caller
-    "grading.py": {"algorithm", "evaluation"},  # grading during training and of benchmarks
 }
 
 every_module = pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import runpy
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eepo.types import Completion, Prompt
+from eepo.types import Completion, Prompt, UserError
 
 pytest.importorskip("trl", reason="needs the extra: pip install 'eepo[trl]'")
 
@@ -21,6 +22,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from eepo.adapters import weights as adapter_weights
 from eepo.adapters.trl import EEPOTrainer
+from eepo.adapters.trl.batches import PaddedBatch
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
@@ -67,15 +69,16 @@ def losses(trainer: Any) -> list[tuple[float, float]]:
 # --- gate = "never" is GRPO
 
 
+@pytest.mark.parametrize("credit", ["importance", "full"])
 @pytest.mark.parametrize(
     "settings",
     [{}, {"num_iterations": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}],
 )
 def test_gate_never_is_grpo_bit_for_bit(
-    build: Build, fingerprint: Any, settings: dict[str, Any]
+    build: Build, fingerprint: Any, settings: dict[str, Any], credit: str
 ) -> None:
     grpo = train(build(eepo=False, **settings))
-    never = train(build(gate="never", **settings))
+    never = train(build(gate="never", credit=credit, **settings))
     assert fingerprint(weights(never)) == fingerprint(weights(grpo))
     assert losses(never) == losses(grpo)
     unlearned = train(build(gate="always", **settings))
@@ -158,7 +161,8 @@ class PlainLoss:
             if self.gate == "always" or window < self.threshold:
                 logprob = scores.logprobs[t]
                 p = logprob.exp().clamp(max=1 - 0.02)
-                total = total + (logprob if self.kind == "nll" else -torch.log(1 - p))
+                losses = {"nll": logprob, "exact": -scores.complements[t]}
+                total = total + losses.get(self.kind, -torch.log(1 - p))
         return total
 
 
@@ -172,7 +176,8 @@ def assert_unlearned(
 
 
 @pytest.mark.parametrize(
-    ("gate", "kind", "rows_at_once"), [("token", "comp", 8), ("always", "nll", 2)]
+    ("gate", "kind", "rows_at_once"),
+    [("token", "comp", 8), ("always", "nll", 2), ("token", "exact", 4)],
 )
 def test_theta_prime_is_one_sgd_step_on_the_unlearning_loss(
     build: Build, sharp_model: Any, plain_scores: Any, gate: str, kind: str, rows_at_once: int
@@ -180,7 +185,8 @@ def test_theta_prime_is_one_sgd_step_on_the_unlearning_loss(
     lr, threshold, temperature = 0.05, 0.4, 0.8
     trainer = build(
         gate=gate,
-        unlearn_loss=kind,
+        unlearn_loss="comp" if kind == "exact" else kind,
+        saturation="exact" if kind == "exact" else "stop",
         unlearn_lr=lr,
         unlearn_eps=0.02,  # fp32 has too few digits of a smaller 1 - p for this test
         gate_threshold=threshold,
@@ -198,6 +204,81 @@ def test_theta_prime_is_one_sgd_step_on_the_unlearning_loss(
     assert max(weight.grad.abs().max() for weight in model.parameters()) > 1e-3
     if gate == "token":
         assert 0.1 < trainer.state.log_history[0]["eepo/gated_share"] < 0.9
+
+
+def test_exact_saturation_unlearns_tokens_above_the_limit(
+    build: Build, sharp_model: Any, plain_scores: Any, fingerprint: Any
+) -> None:
+    """Almost all tokens of this model are certain: p > 1 - unlearn_eps."""
+    lr, certain = 0.01, sharp_model()
+    with torch.no_grad():
+        certain.lm_head.weight.mul_(2)
+    knobs = {"gate": "always", "unlearn_lr": lr, "unlearn_eps": 0.5, "max_steps": 1}
+    recorders = {}
+    for saturation in ("stop", "exact"):
+        trainer = build(model=copy.deepcopy(certain), saturation=saturation, **knobs)
+        recorders[saturation] = RolloutRecorder(trainer)
+        trainer.train()
+    (theta, first), (theta_prime, _) = recorders["exact"].stages
+    assert first[1] == recorders["stop"].stages[0][1][1]
+    model = copy.deepcopy(certain).double()
+    PlainLoss(plain_scores, kind="exact")(model, first).backward()
+    assert_unlearned(theta, theta_prime, model, lr)
+    moved = {
+        name: sum((after[key] - theta[key]).square().sum() for key in theta)
+        for name, after in ((name, r.stages[1][0]) for name, r in recorders.items())
+    }
+    assert moved["exact"] > 2 * moved["stop"]
+
+
+def test_exact_saturation_rejects_a_head_that_it_does_not_know(
+    build: Build, sharp_model: Any
+) -> None:
+    """TRL multiplies logits by this attribute of the config. Our head does not."""
+    model = sharp_model()
+    model.config.output_multiplier = 3.0
+    trainer = build(model=model, gate="always", saturation="exact", max_steps=1)
+    with pytest.raises(UserError, match='saturation = "exact" does not support LlamaForCausalLM'):
+        trainer.train()
+
+
+def test_only_evenly_spaced_completions_are_unlearned_with_a_limit(
+    build: Build, sharp_model: Any, plain_scores: Any
+) -> None:
+    lr, sizes = 0.05, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8}
+    trainer = build(
+        gate="always",
+        unlearn_max_completions=3,
+        unlearn_lr=lr,
+        unlearn_eps=0.02,
+        max_steps=1,
+        **sizes,
+    )
+    recorder = RolloutRecorder(trainer)
+    trainer.train()
+    (theta, first), (theta_prime, _) = recorder.stages
+    assert len(first[1]) == 8
+    model, rows = sharp_model().double(), (0, 2, 5)
+    chosen = tuple([column[row] for row in rows] for column in first[:2])
+    PlainLoss(plain_scores)(model, chosen).backward()
+    assert_unlearned(theta, theta_prime, model, lr)
+    log = trainer.state.log_history[0]
+    assert log["eepo/gated_share"] == 1  # of the three completions
+    entropies = []
+    with torch.no_grad():
+        for prompt_ids, ids in zip(*first[:2], strict=True):
+            pair = Prompt("", "", tuple(prompt_ids)), Completion(tuple(ids), (), "", True)
+            entropies.append(plain_scores(sharp_model(), *pair).entropies)
+    mean = torch.cat(entropies).mean().item()  # of all completions
+    assert log["eepo/stage1_entropy"] == pytest.approx(mean, rel=1e-4)
+
+
+def test_the_kl_above_the_rounding_floor_meets_the_target_in_bf16(build: Build) -> None:
+    trainer = build(gate="always", unlearn_kl_target=0.1, unlearn_lr=0.1, bf16=True, max_steps=1)
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert log["eepo/kl_floor"] > 0
+    assert 0.1 / 1.11 < log["eepo/kl"] < 0.1 * 1.11
 
 
 def test_the_logged_kl_grows_with_the_unlearn_lr(build: Build) -> None:
@@ -409,10 +490,11 @@ def test_theta_prime_is_theta_when_the_gate_is_shut(build: Build, fingerprint: A
         {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "temperature": 0.7},
     ],
 )
-def test_old_logprobs_are_under_the_weights_that_sampled(
-    build: Build, sharp_model: Any, plain_scores: Any, settings: dict[str, Any]
+@pytest.mark.parametrize("credit", ["importance", "full"])
+def test_old_logprobs_are_under_the_weights_that_sampled_or_with_full_credit_under_theta(
+    build: Build, sharp_model: Any, plain_scores: Any, settings: dict[str, Any], credit: str
 ) -> None:
-    trainer = build(gate="always", unlearn_lr=0.05, max_steps=2, **settings)
+    trainer = build(gate="always", unlearn_lr=0.05, max_steps=2, credit=credit, **settings)
     recorder = RolloutRecorder(trainer)
     trainer.train()
     output = recorder.outputs[0]
@@ -432,9 +514,55 @@ def test_old_logprobs_are_under_the_weights_that_sampled(
                 for model in models
             ]
             old = output["old_per_token_logps"][row][mask].double()
-            torch.testing.assert_close(old, expected[row % 2], atol=1e-4, rtol=1e-4)
+            denominator = expected[row % 2 if credit == "importance" else 0]
+            torch.testing.assert_close(old, denominator, atol=1e-4, rtol=1e-4)
             assert (expected[0] - expected[1]).abs().max() > 1e-3
             assert not output["old_per_token_logps"][row][~mask].any()
+
+
+def first_ratios(trainer: Any) -> Tensor:
+    """Train, and return the ratio of every completion token in the first update."""
+    score, compute_loss, ratios = trainer._forward, trainer._compute_loss, []
+
+    def record(model: Any, inputs: Any) -> Any:
+        loss = compute_loss(model, inputs)
+        if not ratios:
+            ids = [
+                torch.cat([inputs[f"{part}_{kind}"] for part in ("prompt", "completion")], 1)
+                for kind in ("ids", "mask")
+            ]
+            mask = inputs["completion_mask"].bool()
+            with torch.no_grad():
+                now = score(PaddedBatch(list(range(len(mask))), *ids, mask)).logprobs
+            ratios.append((now - inputs["old_per_token_logps"]).exp()[mask])
+        return loss
+
+    trainer._compute_loss = record
+    trainer.train()
+    return ratios[0]
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_iterations": 2}])
+def test_ratios_of_both_stages_start_at_1_with_full_credit(
+    build: Build, settings: dict[str, Any]
+) -> None:
+    knobs = {"gate": "always", "unlearn_lr": 0.05, "max_steps": 2, **settings}
+    ratios = {
+        credit: first_ratios(build(credit=credit, **knobs)) for credit in ("importance", "full")
+    }
+    torch.testing.assert_close(ratios["full"], torch.ones_like(ratios["full"]), atol=1e-5, rtol=0)
+    assert (ratios["importance"] - 1).abs().max() > 0.1
+
+
+def test_full_credit_changes_nothing_when_nothing_is_unlearned(
+    build: Build, fingerprint: Any
+) -> None:
+    runs = [
+        train(build(gate="token", gate_threshold=0.0, credit=credit, num_iterations=2))
+        for credit in ("importance", "full")
+    ]
+    assert fingerprint(weights(runs[0])) == fingerprint(weights(runs[1]))
+    assert losses(runs[0]) == losses(runs[1])
 
 
 def test_rows_keep_their_prompt_and_their_index_in_the_group(build: Build, tokenizer: Any) -> None:
@@ -623,6 +751,19 @@ def test_a_server_samples_stage_1_from_theta_and_stage_2_from_theta_prime(
         # TRL sets it to 0 for completions whose log-probabilities disagree.
         ratio = output["importance_sampling_ratio"]
         torch.testing.assert_close(ratio, torch.ones_like(ratio), atol=1e-3, rtol=0)
+
+
+def test_full_credit_keeps_trls_comparison_with_the_server(with_server: Build) -> None:
+    """TRL compares what sampled with the server. The denominators are under θ."""
+    trainer = with_server(max_steps=1, credit="full")
+    recorder = RolloutRecorder(trainer)
+    trainer.train()
+    (output,) = recorder.outputs
+    ratio = output["importance_sampling_ratio"]
+    torch.testing.assert_close(ratio, torch.ones_like(ratio), atol=1e-3, rtol=0)
+    gap = (output["old_per_token_logps"] - output["sampling_per_token_logps"]).abs()
+    assert gap[0::2].max() < 1e-4
+    assert gap[1::2].amax(1).min() > 1e-2
 
 
 def test_trl_rejects_stage_2_without_logprobs_under_theta_prime(

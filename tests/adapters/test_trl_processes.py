@@ -119,3 +119,20 @@ def test_two_processes_choose_the_same_rows_and_unlearn_lr_as_one(
     assert torch.equal(two["restored"], two["sampled"][0::2])
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, atol=1e-6, rtol=1e-4, msg=name)
+
+
+KNOBS = ['credit="full"', 'saturation="exact"', "unlearn_max_completions=4", 'gate="always"']
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_two_processes_agree_with_one_with_full_credit_and_exact_saturation(
+    run_processes: Any, sharded: bool
+) -> None:
+    """Four of eight completions of stage 1 are unlearned, two in each process."""
+    one = run_processes(1, *batch_sizes(8), *KNOBS)
+    launcher = fsdp2_launcher() if sharded else None
+    two = run_processes(2, *batch_sizes(4), *KNOBS, launcher=launcher)
+    assert (one["sampled"][1::2] - one["sampled"][0::2]).abs().amax(1).min() > 1e-3
+    assert torch.equal(two["restored"], two["sampled"][0::2])
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, atol=1e-6, rtol=1e-4, msg=name)

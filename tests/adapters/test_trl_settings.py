@@ -71,6 +71,13 @@ Build = Callable[..., Any]
         ),
         ({"unlearn_eps": 0.0}, "unlearn_eps = 0.0 must be"),
         ({"unlearn_loss": "kl"}, 'unlearn_loss = "kl" must be one of "comp", "nll"'),
+        ({"credit": "half"}, 'credit = "half" must be one of "importance", "full"'),
+        ({"saturation": "never"}, 'saturation = "never" must be one of "stop", "exact"'),
+        ({"unlearn_max_completions": -1}, "unlearn_max_completions = -1 must be"),
+        (
+            {"credit": "full", "use_vllm": True, "off_policy_mask_threshold": 0.5},
+            'off_policy_mask_threshold = 0.5 must be None with credit = "full" and use_vllm',
+        ),
         (
             {"use_transformers_continuous_batching": True},
             "use_transformers_continuous_batching = True must be False",
@@ -171,7 +178,8 @@ def test_the_version_range_is_that_of_the_extra() -> None:
 def test_knobs_are_command_line_options() -> None:
     line = (
         "--output_dir x --use_cpu --bf16 false --gate step --gate_window 5 --unlearn_lr 1e-3 "
-        "--unlearn_on zero_variance --unlearn_kl_target 3e-2 --stage2_negative_advantages false"
+        "--unlearn_on zero_variance --unlearn_kl_target 3e-2 --stage2_negative_advantages false "
+        "--credit full --saturation exact --unlearn_max_completions 64"
     )
     (config,) = HfArgumentParser(EEPOConfig).parse_args_into_dataclasses(line.split())
     assert (config.gate, config.gate_window, config.unlearn_lr) == ("step", 5, 1e-3)
@@ -179,6 +187,8 @@ def test_knobs_are_command_line_options() -> None:
     assert (config.algorithm.unlearn_lr, config.algorithm.unlearn_kl_target) == ("auto", 3e-2)
     assert config.algorithm.gate_window == 5
     assert config.algorithm.stage2_negative_advantages is False
+    assert (config.algorithm.credit, config.algorithm.saturation) == ("full", "exact")
+    assert config.algorithm.unlearn_max_completions == 64
 
 
 # --- TRL internals that the adapter relies on: an upgrade of TRL may break them

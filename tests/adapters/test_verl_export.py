@@ -58,13 +58,24 @@ def test_grpo_is_exported_as_one_stage_without_unlearning_knobs() -> None:
     ("name", "override", "message"),
     [
         ("countdown/eepo", "training.seed=0", 'task.name = "countdown"'),
-        ("paper/qwen2.5-3b+eepo", "algorithm.saturation=exact", 'saturation = "exact"'),
         ("paper/qwen2.5-3b+eepo", "algorithm.advantage_baseline=stage", "advantage_baseline"),
     ],
 )
 def test_unsupported_knobs_are_rejected(name: str, override: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         list(overrides(recipe.load_run(name, [override])))
+
+
+@pytest.mark.parametrize(
+    ("name", "credit", "bypass_mode"),
+    [("eepo", "importance", True), ("eepo", "full", False), ("grpo", "full", True)],
+)
+def test_credit_and_saturation_are_exported(name: str, credit: str, bypass_mode: bool) -> None:
+    knobs = [f"algorithm.credit={credit}", "algorithm.saturation=exact"]
+    exported = dict(overrides(recipe.load_run(f"paper/qwen2.5-3b+{name}", knobs)))
+    assert exported["algorithm.rollout_correction.bypass_mode"] is bypass_mode
+    if name == "eepo":
+        assert (exported["eepo.credit"], exported["eepo.saturation"]) == (credit, "exact")
 
 
 def test_a_kl_target_is_exported() -> None:

@@ -109,6 +109,10 @@ def test_knobs_come_from_the_section_and_sampling_from_verl() -> None:
         ("algorithm__rollout_correction__bypass_mode", False, "bypass_mode = False must be True"),
         ("algorithm__rollout_correction", None, "bypass_mode = None must be True"),
         ("algorithm__rollout_correction__rollout_is", "token", "rollout_is = token"),
+        ("algorithm__rollout_correction__rollout_rs", "seq_mean_k1", "rollout_rs = seq_mean_k1"),
+        ("eepo__credit", "half", 'eepo.credit = "half" must be one of "importance", "full"'),
+        ("eepo__credit", "full", "bypass_mode = True must be False or None: eepo.credit = full"),
+        ("eepo__saturation", "never", 'eepo.saturation = "never" must be one of "stop", "exact"'),
         ("algorithm__filter_groups", {"enable": True}, "filter_groups.enable = True"),
         ("eepo__failure_weight", 0.5, "adv_estimator = None must be grpo: advantage weights"),
         (
@@ -138,6 +142,24 @@ def test_a_wrong_setting_gives_one_error_line(key: str, value: Any, message: str
         read_options(changed(**{key: value}))
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("correction", [None, {}, {"bypass_mode": False, "rollout_is": None}])
+def test_full_credit_uses_the_denominators_that_verl_computes(correction: Any) -> None:
+    config = changed(eepo__credit="full", algorithm__rollout_correction=correction)
+    assert read_options(config).credit == "full"
+    for name in ("rollout_is", "rollout_rs"):
+        contradiction = {"bypass_mode": False, name: "token"}
+        with pytest.raises(UserError, match=f"{name} = token must be None: .* are intended"):
+            read_options(config | {"algorithm": {"rollout_correction": contradiction}})
+
+
+def test_exact_saturation_is_rejected_with_fused_kernels() -> None:
+    fused = {"actor_rollout_ref__model__use_fused_kernels": True}
+    assert read_options(changed(**fused)).saturation == "stop"
+    assert read_options(changed(eepo__saturation="exact")).saturation == "exact"
+    with pytest.raises(UserError, match="use_fused_kernels = True must be False .* needs logits"):
+        read_options(changed(**fused, eepo__saturation="exact"))
 
 
 def test_advantage_weights_need_the_synchronous_trainer_but_no_logprobs() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from eepo.adapters.verl import unlearning
+from eepo.adapters.verl import complements, unlearning
 from eepo.algorithm import complementary_loss, token_gate
 from eepo.config import AlgorithmConfig
 from eepo.model.policy import Scores
@@ -169,3 +170,95 @@ def test_only_selected_rows_are_unlearned() -> None:
     torch.testing.assert_close(value, expected)
     assert sums["gated"] == 3 + 2
     assert sums["tokens"] == 16
+
+
+class PackedEngine:
+    """Two ranks of sequence parallelism: verl gathers the parts and cuts off the padding."""
+
+    def __init__(self, other_rank: Tensor) -> None:
+        self.other_rank = other_rank
+
+    def _gather_and_unpad_packed(self, tensor: Tensor, pad_size: int) -> Tensor:
+        return torch.cat([tensor, self.other_rank])[:-pad_size]
+
+
+def jagged(*lengths: int) -> Tensor:
+    """Return random token ids below 7 for rows of these lengths."""
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(7, (length,), generator=generator) for length in lengths]
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def expected_complements(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """Return log(1 − p) of every token, in float64, one token at a time."""
+    values = []
+    for row, target in zip(logits.double() / temperature, targets.tolist(), strict=True):
+        p = row.softmax(0)
+        values.append(torch.log(p[:target].sum() + p[target + 1 :].sum()))
+    return torch.stack(values)
+
+
+@pytest.mark.parametrize("chunk", [2, 512])
+def test_complements_of_padded_logits(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    """Values and gradients equal those of a plain reference, also for almost certain tokens."""
+    monkeypatch.setattr(complements, "CHUNK", chunk)
+    input_ids, temperature = jagged(3, 5, 4), 0.7
+    targets = input_ids.values().roll(-1)
+    logits = torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(1)) * 5
+    logits.requires_grad_()
+    arguments = {"input_ids_rmpad_rolled": targets, "temperature": torch.full((3,), temperature)}
+    result = complements.packed_complements(None, logits, arguments, input_ids)
+    reference = logits.detach().double().requires_grad_()
+    rows = torch.cat([reference[0, :3], reference[1], reference[2, :4]])
+    expected = expected_complements(rows, targets, temperature)
+    torch.testing.assert_close(result.double(), expected, atol=1e-5, rtol=1e-5)
+    assert expected.min() < -5  # p > 0.99
+    result.sum().backward()
+    expected.sum().backward()
+    torch.testing.assert_close(logits.grad.double(), reference.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_complements_of_packed_logits_are_gathered_over_ranks() -> None:
+    input_ids = jagged(3, 2)
+    targets = input_ids.values().roll(-1)
+    logits = torch.randn(1, 6, 7, generator=torch.Generator().manual_seed(2))
+    parts = [
+        complements.log_complements(logits[0, 3:], torch.cat([targets[3:], targets[:1]]), ones(3)),
+        logits[:, :3],
+    ]
+    arguments = {
+        "input_ids_rmpad_rolled": targets[:3],
+        "temperature_rmpad": ones(3),
+        "pad_size": 1,
+    }
+    engine = PackedEngine(parts[0])
+    result = complements.packed_complements(engine, parts[1], arguments, input_ids)
+    expected = expected_complements(logits[0, :5], targets, 1.0)
+    torch.testing.assert_close(result.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def ones(count: int) -> Tensor:
+    return torch.ones(count)
+
+
+def test_the_engine_returns_complements_only_inside_the_block() -> None:
+    class Engine:
+        def prepare_model_outputs(
+            self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any
+        ) -> dict[str, Any]:
+            return {"log_probs": None}
+
+    engine, input_ids = Engine(), jagged(2, 3)
+    call = {
+        "output": SimpleNamespace(logits=torch.randn(2, 3, 7)),
+        "output_args": {
+            "input_ids_rmpad_rolled": input_ids.values().roll(-1),
+            "temperature": torch.ones(2),
+        },
+        "micro_batch": {"input_ids": input_ids},
+        "logits_processor_func": None,
+    }
+    with complements.complements_in_output(engine):
+        output = engine.prepare_model_outputs(**call)
+        assert output["complements"].offsets().tolist() == [0, 2, 5]
+    assert engine.prepare_model_outputs(**call) == {"log_probs": None}

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from eepo.algorithm.advantages import rollout_advantages
+from eepo.algorithm.background_grader import BackgroundGrader
 from eepo.algorithm.credit import OldLogprobs, old_logprobs
 from eepo.algorithm.gates import StepGate
-from eepo.algorithm.grading import BackgroundGrader
 from eepo.algorithm.losses import grpo_loss
 from eepo.algorithm.lr_search import lr_above_floor
 from eepo.algorithm.metrics import StepMetrics

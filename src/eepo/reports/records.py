@@ -125,23 +125,12 @@ def read_run(folder: Path | str) -> Run:
         seed=int(recipe.get("training", {}).get("seed", 0)),
         recipe=recipe,
         environment=_read_environment(folder / "environment.json"),
-        metrics=_with_all_labels(list(_read_rows(folder / "metrics.jsonl"))),
+        metrics=list(_read_rows(folder / "metrics.jsonl")),
         evaluations=list(_read_rows(folder / "evaluations.jsonl")),
         alarms=list(_read_rows(folder / "alarms.jsonl")),
         completions=completions,
         num_logged=logged.count,
     )
-
-
-def _with_all_labels(rows: list[Row]) -> list[Row]:
-    """Set the share of a label to 0 in the steps where no completion had it."""
-    keys = sorted({key for row in rows for key in row if "/label/" in key})
-    for row in rows:
-        stages = {key.partition("/")[0] for key in row if "/label/" in key}
-        for key in keys:
-            if key.partition("/")[0] in stages:
-                row.setdefault(key, 0.0)
-    return rows
 
 
 def by_method(runs: Sequence[Run]) -> dict[str, list[Run]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from matplotlib.figure import Figure
 
@@ -30,7 +31,7 @@ def strategies_figure(runs: Sequence[Run]) -> Figure | None:
     labels = new_labels(runs)
     if not labels:
         return None
-    methods = by_method(runs)
+    methods = by_method(with_all_labels(runs))
     figure, panels = new_panels(1 + len(labels))
     draw_methods(panels[0], methods, "reward")
     label_steps(panels[0], "reward")
@@ -48,7 +49,7 @@ def strategies_figure(runs: Sequence[Run]) -> Figure | None:
 def new_labels(runs: Sequence[Run]) -> list[str]:
     """Return the labels that grew most, without the most common one of the first step."""
     growth: dict[str, float] = {}
-    for run in runs:
+    for run in with_all_labels(runs):
         first = _shares(run, "first")
         most_common = max(first, key=lambda label: first[label], default=None)
         for label, share in _shares(run, "largest").items():
@@ -56,6 +57,20 @@ def new_labels(runs: Sequence[Run]) -> list[str]:
                 growth[label] = max(growth.get(label, 0.0), share - first[label])
     grown = [label for label, change in growth.items() if change > 0]
     return sorted(grown, key=lambda label: -growth[label])[:MAX_LABELS]
+
+
+def with_all_labels(runs: Sequence[Run]) -> list[Run]:
+    """Set the share of a label to 0 in the steps of labelled stages that did not have it."""
+    names = {key.partition("/label/")[2] for run in runs for row in run.metrics for key in row}
+    filled = []
+    for run in runs:
+        rows = []
+        for row in run.metrics:
+            stages = sorted({key.partition("/label/")[0] for key in row if "/label/" in key})
+            zeros = {f"{stage}/label/{name}": 0.0 for stage in stages for name in names - {""}}
+            rows.append(zeros | row)
+        filled.append(replace(run, metrics=rows))
+    return filled
 
 
 def _shares(run: Run, which: str) -> dict[str, float]:

@@ -9,7 +9,7 @@ from eepo.evaluation.estimates import seed_interval
 from eepo.reports.measures import LABELS, full_evaluations, measure_value, shown_measures
 from eepo.reports.records import Run, by_method, evaluation_sets
 from eepo.reports.settings import differing_settings
-from eepo.reports.strategies import new_labels
+from eepo.reports.strategies import new_labels, with_all_labels
 from eepo.reports.tables import display_name
 
 FINAL_STEPS = 5
@@ -53,7 +53,7 @@ def strategy_sentences(runs: Sequence[Run]) -> list[str]:
         return []
     label = labels[0]
     parts = []
-    for method, seeds in by_method(runs).items():
+    for method, seeds in by_method(with_all_labels(runs)).items():
         reward = _final_mean(seeds, "stage1/reward")
         share = _final_mean(seeds, f"stage1/label/{label}")
         parts.append(f"{method} earns {reward:.0%} reward and uses it in {share:.0%}")

@@ -1,4 +1,7 @@
-"""Runs verl four times on two CPU ranks: GRPO, EEPO, EEPO resumed, and EEPO with a KL target."""
+"""Runs verl five times on two CPU ranks.
+
+The runs are GRPO, EEPO, EEPO resumed, EEPO with a KL target, and EEPO with full credit.
+"""
 
 from __future__ import annotations
 
@@ -105,3 +108,13 @@ def kl_target(model: Path, tmp_path_factory: pytest.TempPathFactory) -> VerlRun:
     return run_verl(
         "eepo.adapters.verl", model, tmp_path_factory.mktemp("kl"), [*knobs, *sizes], num_steps=1
     )
+
+
+@pytest.fixture(scope="session")
+def full_credit(model: Path, tmp_path_factory: pytest.TempPathFactory) -> VerlRun:
+    """Run one step in which verl computes all denominators, with exact saturation."""
+    knobs = ["eepo.gate=always", "eepo.unlearn_lr=1", "eepo.credit=full", "eepo.debug=true"]
+    knobs += ["eepo.saturation=exact", "eepo.unlearn_eps=0.5"]
+    bypass = "algorithm.rollout_correction.bypass_mode=false"
+    folder = tmp_path_factory.mktemp("full")
+    return run_verl("eepo.adapters.verl", model, folder, [*knobs, bypass], num_steps=1)

@@ -21,6 +21,7 @@ from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, PPOTrainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.import_utils import load_extern_object
 from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from eepo import recipe
@@ -80,6 +81,15 @@ def test_the_eepo_section_can_be_overridden() -> None:
         ([*EEPO_SETTINGS, "actor_rollout_ref.model.lora_rank=16"], "lora_rank = 16"),
         ([*EEPO_SETTINGS[1:], "model_engine=megatron"], "actor.strategy = megatron must be fsdp2"),
         ([*EEPO_SETTINGS, "eepo.unlearn_eps=0.9"], "eepo.unlearn_eps = 0.9"),
+        ([*EEPO_SETTINGS, "eepo.credit=full"], "bypass_mode = True must be False"),
+        (
+            [
+                *EEPO_SETTINGS,
+                "eepo.saturation=exact",
+                "actor_rollout_ref.model.use_fused_kernels=true",
+            ],
+            "use_fused_kernels = True must be False",
+        ),
     ],
 )
 def test_wrong_settings_are_rejected(line: list[str], message: str) -> None:
@@ -87,18 +97,19 @@ def test_wrong_settings_are_rejected(line: list[str], message: str) -> None:
         read_options(compose_config([*GRPO_SETTINGS, *line]))
 
 
+@pytest.mark.parametrize("knobs", [[], ["algorithm.credit=full", "algorithm.saturation=exact"]])
 @pytest.mark.parametrize(
     "name", ["qwen2.5-3b+grpo", "qwen3-8b-base+eepo", "llama-3.2-3b-instruct+eepo_more_rollouts"]
 )
-def test_verl_reads_the_settings_of_an_exported_recipe(name: str) -> None:
-    config = recipe.load_run(f"paper/{name}")
+def test_verl_reads_the_settings_of_an_exported_recipe(name: str, knobs: list[str]) -> None:
+    config = recipe.load_run(f"paper/{name}", knobs)
     line = [
         f"{key}={str(value).lower() if isinstance(value, bool) else value}"
         for key, value in overrides(config)
     ]
     options = read_options(compose_config(line))
-    knobs = KNOBS if options.num_stages > 1 else ("num_stages", *ADVANTAGE_KNOBS)
-    for knob in ("group_size", "temperature", *knobs):
+    names = KNOBS if options.num_stages > 1 else ("num_stages", *ADVANTAGE_KNOBS)
+    for knob in ("group_size", "temperature", *names):
         assert getattr(options, knob) == getattr(config.algorithm, knob)
 
 
@@ -151,13 +162,29 @@ def test_a_wrong_setting_gives_one_error_line_and_ray_does_not_start() -> None:
         ),
         (PPOTrainer._save_checkpoint, ["self"]),
         (PPOTrainer._load_checkpoint, ["self"]),
+        (PPOTrainer._compute_old_log_prob, ["self", "batch", "metrics"]),
         (ActorRolloutRefWorker.update_weights, ["self", "global_steps", "mode"]),
+        (
+            FSDPEngineWithLMHead.prepare_model_outputs,
+            ["self", "output", "output_args", "micro_batch", "logits_processor_func"],
+        ),
+        (FSDPEngineWithLMHead._gather_and_unpad_packed, ["self", "tensor", "pad_size"]),
     ],
 )
 def test_hooks_of_verl_have_the_expected_signatures(
     hook: Callable[..., Any], arguments: list[str]
 ) -> None:
     assert list(inspect.signature(hook).parameters) == arguments
+
+
+def test_verl_corrects_no_rollouts_by_default() -> None:
+    """Full credit relies on it: a correction would compare θ's probabilities with θ′'s."""
+    full = ["actor_rollout_ref.actor.strategy=fsdp2", "eepo.credit=full"]
+    config = compose_config([*GRPO_SETTINGS, *full])
+    correction = config["algorithm"]["rollout_correction"]
+    assert (correction["rollout_is"], correction["rollout_rs"]) == (None, None)
+    assert correction["bypass_mode"] is False
+    assert read_options(config) == AlgorithmConfig(credit="full")
 
 
 def test_verl_registers_its_synchronous_trainer_as_sync() -> None:

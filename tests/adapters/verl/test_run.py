@@ -44,13 +44,16 @@ def logprobs(reference: Any, row: dict[str, Any]) -> Tensor:  # [T]
 
 
 def unlearning_gradient(
-    reference: Any, rows: Rows, threshold: float | None, window: int
+    reference: Any, rows: Rows, threshold: float | None, window: int, eps: float = EPS
 ) -> dict[str, Tensor]:
-    """Return the gradient of the mean of (1 / T) Σ gated −log(1 − p), one row at a time."""
+    """Return the gradient of the mean of (1 / T) Σ gated −log(1 − p), one row at a time.
+
+    p is clamped to 1 − eps.
+    """
     for row in rows:
         logp = logits(reference, row).log_softmax(-1)
         entropies = (-logp.exp() * logp).sum(-1).tolist()
-        p = logp.gather(1, torch.tensor(row["ids"])[:, None])[:, 0].exp().clamp(max=1 - EPS)
+        p = logp.gather(1, torch.tensor(row["ids"])[:, None])[:, 0].exp().clamp(max=1 - eps)
         loss = 0 * p.sum()  # a row may have no gated token
         for t in range(len(p)):
             in_window = entropies[max(0, t - window + 1) : t + 1]
@@ -204,6 +207,48 @@ def test_denominators_are_under_the_weights_that_sampled(model: Path, eepo: Verl
         for row in eepo.completions(3)
     ]
     assert min(gaps) > 1e-2  # under θ they would differ
+
+
+def test_denominators_are_under_theta_with_full_credit(model: Path, full_credit: VerlRun) -> None:
+    """The pushes are θ, θ′ and the updated θ. The step has one update, so all ratios are 1."""
+    theta, rows = build(model, full_credit.weights(1)), full_credit.loss_rows()
+    assert len(rows) == 12
+    for row in rows:
+        torch.testing.assert_close(
+            torch.tensor(row["denominators"]), torch.tensor(row["policy"]), atol=1e-5, rtol=0
+        )
+    for push in (1, 2):
+        assert len(full_credit.completions(push)) == 6
+        for row in full_credit.completions(push):
+            expected = logprobs(theta, row).detach()
+            same_length = [
+                r["denominators"] for r in rows if len(r["denominators"]) == len(expected)
+            ]
+            gaps = [(torch.tensor(values) - expected).abs().max() for values in same_length]
+            assert min(gaps) < 2e-5
+            rollout_gap = (torch.tensor(row["logprobs"]) - expected).abs().max()
+            assert rollout_gap < 2e-5 if push == 1 else rollout_gap > 1e-2
+
+
+def test_no_token_of_stage_2_is_masked_or_weighted_with_full_credit(full_credit: VerlRun) -> None:
+    """verl's rollout correction could reject tokens or multiply their loss."""
+    sampled = [row for push in (1, 2) for row in full_credit.completions(push)]
+    num_tokens = sum(len(row["ids"]) for row in sampled)
+    assert sum(len(row["denominators"]) for row in full_credit.loss_rows()) == num_tokens
+    assert not any(row["has_weights"] for row in full_credit.loss_rows())
+
+
+def test_exact_saturation_unlearns_tokens_above_the_limit(
+    model: Path, full_credit: VerlRun
+) -> None:
+    """The run has unlearn_eps = 0.5, which exact saturation ignores."""
+    rows, theta = full_credit.completions(1), full_credit.weights(1)
+    step = flat(load_file(full_credit.weights(2))).double() - flat(load_file(theta)).double()
+    exact = flat(unlearning_gradient(build(model, theta), rows, None, 3, eps=0.0))
+    stopped = flat(unlearning_gradient(build(model, theta), rows, None, 3, eps=0.5))
+    assert (step + exact).norm() < 1e-4 * exact.norm()
+    assert (step + stopped).norm() > 1e-2 * exact.norm()
+    assert full_credit.metrics()[1]["eepo/gate_share"] == 1
 
 
 def test_policy_logprobs_of_the_update_are_under_theta(model: Path, eepo: VerlRun) -> None:

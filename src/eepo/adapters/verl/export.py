@@ -13,7 +13,6 @@ from eepo.types import UserError
 # The values of [algorithm] that verl supports, for knobs where it does not support all.
 AllowedValues = dict[str, tuple[object, ...]]
 ALLOWED: AllowedValues = {"advantage_baseline": ("group",)}
-ALLOWED_WITH_STAGES: AllowedValues = {"saturation": ("stop",)}
 ALLOWED_WITHOUT_GATE: AllowedValues = {"stage2_negative_advantages": (True,)}
 FILES = ("TRAIN_FILES", "VAL_FILES")  # shell variables: verl needs Parquet files in its own layout
 
@@ -42,7 +41,6 @@ def overrides(config: RunConfig) -> Iterator[tuple[str, object]]:
     yield from _rollout(config)
     yield from _trainer(config)
     if algorithm.num_stages > 1:
-        _check(config, ALLOWED_WITH_STAGES)
         if algorithm.gate == "never":  # the adapter then samples without stages
             _check(config, ALLOWED_WITHOUT_GATE)
         yield from ((f"eepo.{name}", getattr(algorithm, name)) for name in KNOBS)
@@ -102,8 +100,10 @@ def _rollout(config: RunConfig) -> Iterator[tuple[str, object]]:
         yield f"{rollout}.dtype", config.rollout.dtype
     yield f"{rollout}.calculate_log_probs", True
     yield "algorithm.adv_estimator", "grpo"
-    # The ratio's denominator is the probability under the weights that sampled.
-    yield "algorithm.rollout_correction.bypass_mode", True
+    # True: the ratio's denominator is the probability under the weights that sampled.
+    # False: verl computes it under θ, before the update.
+    has_full_credit = config.algorithm.num_stages > 1 and config.algorithm.credit == "full"
+    yield "algorithm.rollout_correction.bypass_mode", not has_full_credit
     if config.reward.name in ("auto", "math", "exact"):
         grader = "exact" if config.reward.name == "exact" else "math"
         yield "reward.custom_reward_function.path", "pkg://eepo.adapters.verl.reward"

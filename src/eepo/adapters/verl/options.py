@@ -25,6 +25,8 @@ KNOBS = (
     "unlearn_max_completions",
     "probe_completions",
     "unlearn_eps",
+    "saturation",
+    "credit",
     "stage2_negative_advantages",
     *ADVANTAGE_KNOBS,
 )
@@ -39,7 +41,10 @@ class Requirement(NamedTuple):
 
 LORA = "EEPO with LoRA is untested"
 NO_REFILL = "groups are refilled as a whole, without stages"
-NO_CORRECTION = "the ratio already uses the probabilities under the weights that sampled"
+NO_CORRECTION = (
+    "it corrects for differences between old_log_probs and rollout_log_probs; with "
+    "eepo.credit = importance there are none, with full credit they are intended"
+)
 STAGES_NEED = (
     Requirement("trainer.use_v1", (True,), "EEPO is built on verl's V1 trainer"),
     Requirement(
@@ -73,18 +78,12 @@ STAGES_NEED = (
     Requirement("actor_rollout_ref.model.lora_rank", (None, 0), LORA),
     Requirement("actor_rollout_ref.model.lora.rank", (None, 0), LORA),
     Requirement("actor_rollout_ref.model.lora_adapter_path", (None,), LORA),
-    Requirement(
-        "algorithm.rollout_correction.bypass_mode",
-        (True,),
-        "otherwise verl computes the denominators of both stages under θ, "
-        "but stage 2 is sampled from θ′",
-    ),
     Requirement("algorithm.rollout_correction.rollout_is", (None,), NO_CORRECTION),
     Requirement("algorithm.rollout_correction.rollout_rs", (None,), NO_CORRECTION),
     Requirement(
         "actor_rollout_ref.rollout.calculate_log_probs",
         (True,),
-        "they are the denominators of the ratio",
+        "they are the denominators with eepo.credit = importance, and the entropies of the stages",
     ),
     Requirement(
         "actor_rollout_ref.rollout.logprobs_mode",
@@ -94,6 +93,27 @@ STAGES_NEED = (
     Requirement("algorithm.filter_groups.enable", (None, False), NO_REFILL),
     Requirement("trainer.v1.sampler.sync_refill_failed_groups", (None, False), NO_REFILL),
     Requirement("skip.rollout_tq.enable", (None, False), "skipped rollouts have no stages"),
+)
+BYPASS_MODE = "algorithm.rollout_correction.bypass_mode"
+CREDIT_NEEDS = {
+    "importance": Requirement(
+        BYPASS_MODE,
+        (True,),
+        "eepo.credit = importance divides by the probabilities under the weights that sampled, "
+        "but verl would compute all denominators under θ; or set eepo.credit=full",
+    ),
+    "full": Requirement(
+        BYPASS_MODE,
+        (False, None),
+        "eepo.credit = full needs denominators that verl computes under θ",
+    ),
+}
+EXACT_NEEDS = (
+    Requirement(
+        "actor_rollout_ref.model.use_fused_kernels",
+        (False, None),
+        "eepo.saturation = exact needs logits, which fused kernels do not return",
+    ),
 )
 ADVANTAGE_WEIGHTS_NEED = (
     Requirement("trainer.use_v1", (True,), "advantage weights need verl's V1 trainer"),
@@ -154,7 +174,9 @@ def _check_stages(config: Mapping[str, Any], options: AlgorithmConfig) -> None:
             f"actor_rollout_ref.rollout.n = {size} must be more than eepo.num_stages = {stages} "
             "with eepo.unlearn_on = zero_variance: a single completion always has zero variance"
         )
-    _check(config, STAGES_NEED)
+    _check(config, (*STAGES_NEED, CREDIT_NEEDS[options.credit]))
+    if options.saturation == "exact" and options.gate != "never":
+        _check(config, EXACT_NEEDS)
     if options.unlearn_on != "all" and _value_at(config, "reward.reward_model.enable"):
         raise UserError(
             f"eepo.unlearn_on = {options.unlearn_on} needs rewards before stage 2: "

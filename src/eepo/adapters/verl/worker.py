@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.utils.padding import no_padding_2_padding
 
 from eepo.adapters.verl import unlearning
+from eepo.adapters.verl.complements import COMPLEMENTS, complements_in_output
 from eepo.adapters.verl.search import IN_STAGE1, search_lr
 from eepo.config import AlgorithmConfig
 from eepo.model.policy import Scores
@@ -41,10 +43,10 @@ def engine_loss(
 
     FSDP averages gradients over ranks, but the loss is a sum over them. So multiply by dp_size.
     """
-    logprobs = no_padding_2_padding(model_output["log_probs"], data)  # [B, T]
-    entropies = no_padding_2_padding(model_output["entropy"], data)
+    names = ("log_probs", "entropy", COMPLEMENTS)  # the last only with saturation = exact
+    columns = [model_output[name] for name in names if name in model_output]
+    scores = Scores(*(no_padding_2_padding(column, data).float() for column in columns))  # [B, T]
     mask = data.select("response_mask").to_padded_tensor()["response_mask"]
-    scores = Scores(logprobs.float(), entropies.float())
     loss, sums = unlearning.micro_batch_loss(scores, mask, data[SELECTED], options, num_completions)
     return loss * data["dp_size"], sums
 
@@ -70,9 +72,11 @@ class UnlearningWorker(ActorRolloutRefWorker):
         loss = partial(
             engine_loss, options=request.options, num_completions=request.num_completions
         )
+        needs_complements = request.options.saturation == "exact"
         with engine.train_mode():
             engine.optimizer_zero_grad()
-            output = engine.forward_backward_batch(data, loss)
+            with complements_in_output(engine) if needs_complements else nullcontext():
+                output = engine.forward_backward_batch(data, loss)
             norm = unlearning.gradient_norm(engine.module)
             metrics = {"grad_norm": norm, **self._totals(output["metrics"])}
             if 0 < norm < math.inf:

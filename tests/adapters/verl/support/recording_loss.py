@@ -22,6 +22,7 @@ def policy_loss(
                 "denominators": old_log_prob[row][mask].tolist(),
                 "policy": log_prob[row][mask].tolist(),
                 "advantages": advantages[row][mask].tolist(),
+                "has_weights": others.get("rollout_is_weights") is not None,
             }
             stream.write(json.dumps(entry) + "\n")
     return compute_policy_loss_vanilla(old_log_prob, log_prob, advantages, response_mask, **others)
