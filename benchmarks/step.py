@@ -1,12 +1,13 @@
-"""Seconds of a whole step, by phase: GRPO, EEPO at equal tokens, EEPO with its unlearning capped; TRL's GRPOTrainer.
+"""Measures the seconds of a whole step by phase: GRPO, EEPO in several settings, TRL's GRPOTrainer.
 
     python benchmarks/step.py --shape 1.5B --lengths longtail --mean 500 --new 2048
-    python benchmarks/step.py --shape 0.5B --peers "grpo;eepo;trl"
+    python benchmarks/step.py --shape 0.5B --peers "grpo;eepo;eepo 32 full auto exact;trl"
 
-128 prompts with 8 completions each, two optimizer steps of 64 prompts, KL to a reference. Every stage-1 completion is
-unlearned (gate "always"): random weights are sure of nothing, so that the token gate would never open. Rewards are
-drawn. TRL's trainer gets the same model, batch and (fixed) lengths, bf16 weights, no checkpointing, and `generate`;
-our EEPO inside it wants fp32 weights, and so has a peer with these.
+A step has 128 prompts with 8 completions each, two optimizer steps of 64 prompts, and a KL to a
+reference. Every stage-1 completion is unlearned (gate "always"): with random weights the token gate
+would never open. Rewards are random. TRL's trainer gets the same model, batch and (fixed) lengths,
+bf16 weights, no checkpointing, and `generate`. EEPO inside it needs fp32 weights, so there is also
+a TRL peer with fp32 weights.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def ours(args: argparse.Namespace, device: torch.device, **options: Any) -> list
     by_row = {(prompts[place // GROUP].id, place % GROUP): n for place, n in enumerate(lengths)}
     model = shapes.new_model(args.shape, torch.float32, device)
     training = ModelConfig(micro_batch_tokens=args.tokens, head_tokens=args.head)
-    engine = shapes.FixedLengthEngine(copy.deepcopy(model).to(torch.bfloat16), args.rows, by_row, training)
+    rollout_model = copy.deepcopy(model).to(torch.bfloat16)
+    engine = shapes.FixedLengthEngine(rollout_model, args.rows, by_row, training)
     frozen = copy.deepcopy(model).requires_grad_(False)
     reference = Policy(frozen, args.tokens, args.head, matrix_dtype=torch.bfloat16)
     policy = Policy(model, args.tokens, args.head)
@@ -90,7 +92,7 @@ def trl(
     dtype: torch.dtype = torch.bfloat16,
     **knobs: Any,
 ) -> list[dict[str, float]]:
-    """Two optimizer steps for each generation, as ours; the time between the ends of such pairs. With `knobs`, EEPO."""
+    """Time pairs of optimizer steps of TRL: a generation has two, as ours. `knobs` select EEPO."""
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, TrainerCallback
@@ -125,16 +127,19 @@ def trl(
     mini_batch = args.prompts // 2 * GROUP
     options = config(
         output_dir=tempfile.mkdtemp(), per_device_train_batch_size=rows_at_once,
-        gradient_accumulation_steps=mini_batch // rows_at_once, steps_per_generation=2 * mini_batch // rows_at_once,
+        gradient_accumulation_steps=mini_batch // rows_at_once,
+        steps_per_generation=2 * mini_batch // rows_at_once,
         num_generations=GROUP, max_completion_length=args.new, temperature=1.0, beta=1e-4,
         bf16=on_gpu, use_cpu=not on_gpu,
-        gradient_checkpointing=False, learning_rate=1e-7, max_steps=2 * (args.warm + args.repeats), save_strategy="no",
+        gradient_checkpointing=False, learning_rate=1e-7,
+        max_steps=2 * (args.warm + args.repeats), save_strategy="no",
         report_to="none", logging_steps=1000, disable_tqdm=True, num_iterations=1,
         generation_kwargs={"eos_token_id": None, "top_k": 0}, **knobs,
     )  # fmt: skip
     trainer = trainer_class(
-        model=model, args=options, train_dataset=Dataset.from_dict({"prompt": texts}), processing_class=tokenizer,
-        reward_funcs=lambda completions, **_: [float(lots.random() < 0.5) for _ in completions], callbacks=[Clock()],
+        model=model, args=options, processing_class=tokenizer, callbacks=[Clock()],
+        train_dataset=Dataset.from_dict({"prompt": texts}),
+        reward_funcs=lambda completions, **_: [float(lots.random() < 0.5) for _ in completions],
     )  # fmt: skip
     started = time.perf_counter()
     trainer.train()
@@ -228,8 +233,11 @@ def main() -> None:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
     lengths = _lengths(args)
-    print(f"\n{args.shape}, {args.prompts} x {GROUP}, {args.prompt} + {sum(lengths) / len(lengths):.0f} tokens "
-          f"({args.lengths}, at most {max(lengths)}), median of {args.repeats}, seconds")  # fmt: skip
+    mean_length = sum(lengths) / len(lengths)
+    print(
+        f"\n{args.shape}, {args.prompts} x {GROUP}, {args.prompt} + {mean_length:.0f} tokens "
+        f"({args.lengths}, at most {max(lengths)}), median of {args.repeats}, seconds"
+    )
     print(shapes.table(["", *PHASES, "step", "to GRPO", "GB"], table))
 
 

@@ -1,7 +1,7 @@
-"""What methods give up of pass@k for their mean, or the other way round, beside what GRPO trades by its learning rate.
+"""Draws accuracy against pass@k: what a method trades, and what GRPO trades by its learning rate.
 
-A slower learning rate also keeps pass@k, so a method is worth its trouble only above that line. So does a higher
-temperature when the trained policy is sampled from: a method is worth its trouble where its own line lies above.
+A lower learning rate also keeps pass@k, and so does a higher temperature at evaluation. So a method
+helps only if it lies above these lines.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Points = Mapping[
 def frontier_figure(
     sets: Mapping[str, tuple[Mapping[str, Points], Points]], measure: str
 ) -> Figure | None:
-    """For each evaluation set: lines, what a method reaches with each value of its knob; and others as points.
+    """Draw a panel per evaluation set: methods with every value as lines, the others as points.
 
-    Lines are grey where they are what points are measured by, and coloured where there are only lines.
+    Lines are grey if there are points to compare with them, and coloured otherwise.
     """
 
     @styled
@@ -48,7 +48,8 @@ def frontier_figure(
                 colour, marker = method_styles(reported)[method]
                 x, y = _middle(seeds)
                 axes.errorbar(
-                    x, y, xerr=arms([s[0] for s in seeds]), yerr=arms([s[1] for s in seeds]), color=colour,
+                    x, y, color=colour,
+                    xerr=arms([s[0] for s in seeds]), yerr=arms([s[1] for s in seeds]),
                     marker=marker, markersize=3.5, linewidth=0.5, linestyle="none",
                 )  # fmt: skip
                 if len({*method_styles(reported).values()}) < len(reported):  # they repeat
@@ -81,7 +82,7 @@ def _draw_line(axes: Axes, line: Points, place: int, colour: str) -> None:
 
 
 def _to_name(line: Points, first: Points, coloured: bool) -> Points:
-    """All values of the first line; of one with the same values, as lines lie close, its ends where colours tell."""
+    """Label all values of the first line; for a line with the same values, label its ends."""
     if line is first or [*line] != [*first]:
         return line
     ends = [*line][:: max(1, len(line) - 1)] if coloured else []

@@ -17,7 +17,7 @@ Lengths = Mapping[
 
 
 def length_figure(measured: Mapping[str, Lengths]) -> Figure | None:
-    """A panel for each measure; a line for each method, through its means, with 95 % intervals over seeds."""
+    """Draw a panel per measure and a line per method, with 95 % intervals over seeds."""
 
     @styled
     def draw(_runs: Sequence[object]) -> Figure:
@@ -29,7 +29,8 @@ def length_figure(measured: Mapping[str, Lengths]) -> Figure | None:
                 steps = sorted(line)
                 low, high = zip(*(arms(line[step]) for step in steps), strict=True)
                 axes.errorbar(
-                    steps, [statistics.mean(line[step]) for step in steps], color=colour, marker=marker,
+                    steps, [statistics.mean(line[step]) for step in steps],
+                    color=colour, marker=marker,
                     yerr=[[arm for [arm] in low], [arm for [arm] in high]], elinewidth=0.5,
                 )  # fmt: skip
             label_steps(axes, title)

@@ -1,7 +1,8 @@
 """What was tried as a patch is in no plan: its lines, compared with any other lines, seed by seed.
 
     python studies/pilots.py docs/results/countdown/pilots.jsonl --against grpo
-    python studies/pilots.py docs/results/smollm2/pilots.jsonl --beside docs/results/smollm2/sampled.jsonl \
+    python studies/pilots.py docs/results/smollm2/pilots.jsonl \
+        --beside docs/results/smollm2/sampled.jsonl \
         --against "grpo_mild_160_sampled 1.0"
 """
 
@@ -21,7 +22,7 @@ from eepo.types import UserError
 
 
 def pilots(lines: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]], against: str) -> str:
-    """Markdown: for each regime and set the difference of each method to `against`, on the seeds that both have."""
+    """Return Markdown: the difference of each method to `against`, on the seeds of both."""
     parts = []
     for regime in dict.fromkeys(line["regime"] for line in lines):
         base = [

@@ -1,4 +1,4 @@
-"""A study's plan, and what its finished runs say: which value each knob was tuned to follows from their lines."""
+"""Reads the plan of a study, and finds the tuned value of each knob in the records of its runs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class Plan:
             other = methods.get(method.get("against", name))
             if other is None:
                 raise UserError(
-                    f"{name}: against = {method['against']} is not a method; allowed: {', '.join(methods)}"
+                    f"{name}: against = {method['against']} is not a method; "
+                    f"allowed: {', '.join(methods)}"
                 )
             if "against" in method and not (method.get("every_value") and other.get("every_value")):
                 raise UserError(f"{name}: against = {method['against']} needs every_value in both")
@@ -68,7 +69,8 @@ class Plan:
             ]:
                 tuned = [own for own, method in methods.items() if "values" in method]
                 raise UserError(
-                    f"{name}: values.{strange[0]} is not a tuned method; allowed: {', '.join(tuned)}"
+                    f"{name}: values.{strange[0]} is not a tuned method; "
+                    f"allowed: {', '.join(tuned)}"
                 )
 
     def command(self, run: Run, folder: Path) -> tuple[str, ...]:
@@ -147,7 +149,7 @@ class Plan:
         return every if phase == TUNE else [self.value(regime, name)]
 
     def done(self, *phases: str) -> list[dict[str, Any]]:
-        """Lines of runs whose knobs are those they would have now: tuning may have chosen others since."""
+        """Return the lines whose knobs match the plan: tuning may have chosen others since."""
         return [line for phase in phases for line in self.lines(phase) if self._holds(phase, line)]
 
     def num_steps(self, line: dict[str, Any]) -> int:
@@ -169,7 +171,7 @@ class Plan:
         return list(read_records(path)) if path.exists() else []
 
     def value(self, regime: str, name: str) -> str:
-        """Of the knob that is tuned: the one whose tuning runs are best, by its measures; "" without one."""
+        """Return the best value of the method's tuned knob by its objective, "" without one."""
         method = self.tables["methods"][name]
         if "values" not in method:
             return ""

@@ -1,22 +1,24 @@
-"""Methods tuned on some seeds and reported on others, in several regimes, many runs at a time.
+"""Tunes methods on some seeds and reports them on others, in several regimes, many runs at a time.
 
-    python studies/study.py run studies/countdown.toml --phase tune --out runs/study --method grpo --jobs 16
     python studies/study.py run studies/countdown.toml --phase tune --out runs/study --jobs 16
     python studies/study.py run studies/countdown.toml --phase report --out runs/study --jobs 16
     python studies/study.py tables studies/countdown.toml --out runs/study
-    python studies/study.py figures studies/countdown.toml --out runs/study --into docs/results/figures
+    python studies/study.py figures studies/countdown.toml --out runs/study --into figures
 
-A plan (TOML) names regimes (a recipe and knobs), methods (knobs, and one knob with the values it is tuned over: as many
-for each method), the seeds of both phases, and the measures by whose mean tuning chooses (`objective`, of the plan or
-of a method). A regime may have values of its own for a method (`values.grpo`). A method also has the knobs of those in
-its `base`, tuned: tune these first (`--method`). One that says `every_value` is not tuned but reported with each of its
-values: what the knob trades, a line in a figure. One that has `weights = "OTHER"` trains nothing: it evaluates OTHER's
-final weights, run after run of the same phase, which are kept for it. Tables compare with the first method, or, at the
-same value, with the one that is named in `against`; paired by seed, with 95 % intervals.
-A plan's `seeds` may name more phases: each reports anew, with what tuning chose, on seeds of its own (`--phase fresh`).
-Tables and figures may be of several phases together (`--phase report --phase fresh`).
-Every finished run becomes one line of OUT/PHASE.jsonl, and its weights are deleted; the same command goes on where it
-stopped, from the lines alone if the runs are gone.
+A plan (TOML) has regimes (a recipe and knobs), methods (knobs, and one knob with the values it is
+tuned over), the seeds of each phase, and the `objective` of tuning: measures whose mean decides,
+or "speed".
+
+- `base`: a method also has the tuned knobs of these methods. Tune them first (`--method`).
+- `values.NAME` in a regime: other values for a method.
+- `tuned_in`: the regime whose tuning runs decide, of a regime or of a method.
+- `every_value`: report the method with each of its values instead of the best one.
+- `weights = "OTHER"`: train nothing, evaluate the final weights of OTHER.
+- `against`: compare with this method at the same value. By default, compare with the first method.
+
+Intervals are 95 %, paired by seed. More phases in `seeds` report again on other seeds. Every
+finished run becomes one line of OUT/PHASE.jsonl, and its weights are deleted. The same command
+continues a stopped study from these lines.
 """
 
 from __future__ import annotations
@@ -48,10 +50,13 @@ from eepo.runs.progress import Progress
 from eepo.runs.runlog import EVALUATIONS, METRICS
 from eepo.types import UserError
 
-KEPT = ("step", "entropy", "reward", "stage1/entropy", "stage2/entropy", "stage1/reward", "stage2/reward",
-        "stage1/length", "stage2/length", "unlearn/kl", "unlearn/lr", "gate_share", "missed_share", "second_half_recovery",
+KEPT = ("step", "entropy", "reward", "stage1/entropy", "stage2/entropy",
+        "stage1/reward", "stage2/reward",
+        "stage1/length", "stage2/length", "unlearn/kl", "unlearn/lr", "gate_share",
+        "missed_share", "second_half_recovery",
         "mismatch_kl", "stage1/clip_share", "stage2/clip_share",
-        "stage1/label/compute", "stage2/label/compute", "stage2/rewarded_ratio_min", "seconds/total", "memory/peak",
+        "stage1/label/compute", "stage2/label/compute", "stage2/rewarded_ratio_min",
+        "seconds/total", "memory/peak",
         "memory/held")  # fmt: skip
 MOST_ROWS = 30  # of a run's metrics
 WEIGHTS = FINAL, "checkpoints"  # folders of a run
@@ -60,7 +65,7 @@ LENGTHS = "mean", "pass@32"
 
 
 def line_of(run: Run, folder: Path) -> dict[str, Any]:
-    """What a finished run says: its evaluations without their problems, and its metrics in rows, each a mean."""
+    """Summarise a finished run: its full evaluations, and its metrics as means over some steps."""
     metrics = list(read_records(folder / METRICS))
     every = max(1, -(-len(metrics) // MOST_ROWS))
     kept = [_mean_row(metrics[first : first + every]) for first in range(0, len(metrics), every)]
@@ -75,7 +80,8 @@ def line_of(run: Run, folder: Path) -> dict[str, Any]:
         "steps_to_50": steps_to(metrics, 0.5),
         "steps_to_90": steps_to(metrics, 0.9),
     }
-    return speed | {"regime": run.regime, "method": run.method, "value": run.value, "seed": run.seed,
+    return speed | {"regime": run.regime, "method": run.method,
+            "value": run.value, "seed": run.seed,
             "seconds": round(seconds, 1), "evaluations": evaluations, "metrics": kept}  # fmt: skip
 
 
@@ -187,7 +193,7 @@ def figures(
 
 @dataclass(frozen=True)
 class Drawn:
-    """Lines of one regime: with every value of a knob, trained or only evaluated; and the others."""
+    """The lines of one regime: methods with every value, trained or evaluated, and the others."""
 
     plan: Plan
     trained: list[dict[str, Any]]
@@ -232,7 +238,7 @@ def _frontiers(
 
 
 def _lengths(plan: Plan, points: Sequence[dict[str, Any]]) -> dict[str, Lengths]:
-    """By measure and set: methods that were run for several numbers of steps, under the first one's name."""
+    """Collect methods that were run with several numbers of steps, by measure and set."""
     families: dict[frozenset[str], list[dict[str, Any]]] = {}
     for one in points:
         knobs = frozenset(knob for knob in one["knobs"] if not knob.startswith(STEPS))
@@ -269,7 +275,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument(
         "--phase", action="append", default=[],
-        help="a name in the plan's seeds; tune for runs, report for the rest; of tables and figures repeatable",
+        help="a phase of the plan; default: tune for runs, report otherwise; "
+        "repeatable for tables and figures",
     )  # fmt: skip
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--regime", action="append", default=[], help="only this one; repeatable")

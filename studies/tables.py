@@ -13,9 +13,20 @@ from eepo.reports import records
 from eepo.types import UserError
 
 MEASURES = ("mean", "greedy", "pass@8", "pass@32", "distinct")
-TOLD = {"entropy": "entropy", "stage1/entropy": "of stage 1", "stage2/entropy": "of stage 2", "reward": "reward",
-        "stage1/reward": "of stage 1", "stage2/reward": "of stage 2", "unlearn/kl": "KL", "unlearn/lr": "η",
-        "gate_share": "gated", "missed_share": "missed", "second_half_recovery": "recovered", "seconds": "seconds"}  # fmt: skip
+COLUMNS = {
+    "entropy": "entropy",
+    "stage1/entropy": "of stage 1",
+    "stage2/entropy": "of stage 2",
+    "reward": "reward",
+    "stage1/reward": "of stage 1",
+    "stage2/reward": "of stage 2",
+    "unlearn/kl": "KL",
+    "unlearn/lr": "η",
+    "gate_share": "gated",
+    "missed_share": "missed",
+    "second_half_recovery": "recovered",
+    "seconds": "seconds",
+}
 
 
 def tables(
@@ -25,9 +36,10 @@ def tables(
     against: str = "",
     phases: Sequence[str] = (REPORT,),
 ) -> str:
-    """Markdown: for each regime what every method did in training, then, set by set, what came of it.
+    """Return Markdown: for each regime the training of every method, then its evaluations by set.
 
-    Differences are to the plan's first method, or to `against`: a method, or one with its value (grpo_rates 2e-5). A
+    Differences are to the plan's first method, or to `against`: a method, or a method with its
+    value (grpo_rates 2e-5). A
     regime that does not have it is left out.
     """
     found = plan.done(*phases)
@@ -55,7 +67,9 @@ def tables(
         ]  # which evaluations lack
         if rows:
             parts.append(
-                table_of(f"{regime}, training", ["", "seeds", *map(TOLD.__getitem__, told)], rows)
+                table_of(
+                    f"{regime}, training", ["", "seeds", *map(COLUMNS.__getitem__, told)], rows
+                )
             )
         for where in records.evaluation_sets([as_run(line) for line in here]):
             rows = []
@@ -84,7 +98,7 @@ def _by_method(
 
 
 def _other(plan: Plan, line: dict[str, Any]) -> str:
-    """What a line's method is compared with, if its plan says so: another method with the same value."""
+    """Return the method that the plan names in `against`, at the same value."""
     other = plan.tables["methods"][line["method"]].get("against", "")
     return title_of(line | {"method": other}) if other else ""
 
@@ -102,7 +116,7 @@ def title_of(line: dict[str, Any]) -> str:
 def _told(lines: Sequence[dict[str, Any]]) -> list[str]:
     """What some run has; older ones know of less."""
     known = {name for line in lines for row in line["metrics"] for name in row}
-    return [name for name in TOLD if name in known or name == "seconds"]
+    return [name for name in COLUMNS if name in known or name == "seconds"]
 
 
 def _training_row(own: Sequence[dict[str, Any]], told: Sequence[str]) -> list[str]:
@@ -125,7 +139,7 @@ def _training_row(own: Sequence[dict[str, Any]], told: Sequence[str]) -> list[st
 def row_of(
     base: Sequence[dict[str, Any]], own: Sequence[dict[str, Any]], where: str, note: str
 ) -> list[str]:
-    """Of each measure the mean over seeds, and the difference to `base`, paired by seed; bold where it is not 0."""
+    """Return the mean of each measure, and the paired difference to `base`, bold if significant."""
     cells = [title_of(own[0]) + note]
     for measure in MEASURES:
         values = {line["seed"]: final(line, where, measure) for line in own}

@@ -1,4 +1,4 @@
-"""GRPO's reward on sums by the types that sample and train: what two of them, fp32 and bf16, do to the same rates.
+"""Draws GRPO's reward on sums for each pair of dtypes: fp32 and bf16 in sampling and training.
 
     python studies/types_of_products.py --into docs/results/figures
 

@@ -1,4 +1,4 @@
-"""`eepo` commands in processes forked from one that has imported torch: that takes longer than many small steps."""
+"""Runs `eepo` commands in processes forked from one that has imported torch, to save time."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def test_exact_saturation_is_rejected_with_fused_kernels() -> None:
     fused = {"actor_rollout_ref__model__use_fused_kernels": True}
     assert read_options(changed(**fused)).saturation == "stop"
     assert read_options(changed(eepo__saturation="exact")).saturation == "exact"
-    with pytest.raises(UserError, match="use_fused_kernels = True must be False .* needs logits"):
+    with pytest.raises(UserError, match=r"use_fused_kernels = True must be False .* needs logits"):
         read_options(changed(**fused, eepo__saturation="exact"))
 
 

@@ -1,4 +1,4 @@
-"""The study's runner: what is tuned, what is inherited, and what its tables say, worked out by hand."""
+"""The runner of studies: what is tuned and inherited, and its tables, computed by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ PLAN: dict[str, Any] = {
     "objective": ["in_range/greedy", "in_range/pass@8"],
     "set": ["training.num_steps=2"],
     "seeds": {"tune": [100, 101], "report": [0, 1, 2]},
-    "regimes": {"dense": {"recipe": "countdown/grpo"}, "finite": {"recipe": "countdown/grpo", "set": ["task.seed=1"]}},
+    "regimes": {
+        "dense": {"recipe": "countdown/grpo"},
+        "finite": {"recipe": "countdown/grpo", "set": ["task.seed=1"]},
+    },
     "methods": {
         "grpo": {"tune": "training.learning_rate", "values": ["1e-5", "1e-4"]},
         "wide": {
@@ -59,13 +62,13 @@ def line(
             f"training.prompts_per_step={1024 // int(value)}",
         ]
     curve = {str(k): min(1.0, greedy + 0.1 * k / 32) for k in (1, 2, 4, 8, 16, 32)}
-    row = {"step": 2, "kind": "full", "set": "in_range", "num_problems": 4, "num_samples": 32, "greedy": greedy,
-           "mean": mean or greedy / 2, "pass@k": curve, "distinct": 10 * greedy}  # fmt: skip
+    row = {"step": 2, "kind": "full", "set": "in_range", "num_problems": 4, "num_samples": 32}
+    row |= {"greedy": greedy, "mean": mean or greedy / 2, "pass@k": curve, "distinct": 10 * greedy}
     metrics = [
         {"step": step, "stage1/entropy": 0.5 / step, "stage1/reward": greedy} for step in (1, 2)
     ]
-    return {"regime": regime, "method": method, "value": value, "seed": seed, "seconds": 1.0, "evaluations": [row],
-            "metrics": metrics, "knobs": knobs}  # fmt: skip
+    run = {"regime": regime, "method": method, "value": value, "seed": seed, "seconds": 1.0}
+    return run | {"evaluations": [row], "metrics": metrics, "knobs": knobs}
 
 
 def write(path: Path, lines: list[dict[str, Any]]) -> None:
@@ -129,8 +132,13 @@ def test_the_value_with_the_best_mean_over_seeds_is_reported_and_inherited(
         ("dense", "eepo", "", 0),
     ]
     command = " ".join(plan.command(study.Run("dense", "wide", "32", 7), Path("there")))
-    for part in ("training.learning_rate=1e-5", "algorithm.group_size=32", "training.prompts_per_step=32",
-                 "training.seed=7", "train countdown/grpo --out there"):  # fmt: skip
+    for part in (
+        "training.learning_rate=1e-5",
+        "algorithm.group_size=32",
+        "training.prompts_per_step=32",
+        "training.seed=7",
+        "train countdown/grpo --out there",
+    ):
         assert part in command
     plan.tables["methods"]["rates"] = PLAN["methods"]["grpo"] | {"every_value": True}
     assert not plan.runs("tune", [], ["rates"])
