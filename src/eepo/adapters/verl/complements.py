@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,8 +68,8 @@ def log_complements(logits: Tensor, targets: Tensor, temperatures: Tensor) -> Te
     The backward pass computes each chunk again, so only one chunk exists in float32 at a time.
     """
     chunks = zip(*(column.split(CHUNK) for column in (logits, targets, temperatures)), strict=True)
-    options = {"use_reentrant": False, "preserve_rng_state": False}
-    return torch.cat([checkpoint(_log_complements, *chunk, **options) for chunk in chunks])
+    score = partial(checkpoint, _log_complements, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([score(*chunk) for chunk in chunks])
 
 
 def _log_complements(logits: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
