@@ -41,7 +41,10 @@ def complements_in_output(engine: Any) -> Iterator[None]:
 
 
 def packed_complements(
-    engine: Any, logits: Tensor, output_args: dict[str, Any], input_ids: Tensor
+    engine: Any,
+    logits: Tensor,
+    output_args: dict[str, Any],
+    input_ids: Any,  # jagged
 ) -> Tensor:
     """Return log(1 − p) of all tokens of a micro-batch, [tokens], in the order of `input_ids`.
 
