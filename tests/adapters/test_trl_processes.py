@@ -19,7 +19,11 @@ pytest.importorskip("trl", reason="needs the extra: pip install 'eepo[trl]'")
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 
 @pytest.fixture(scope="module")

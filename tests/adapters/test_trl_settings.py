@@ -19,6 +19,7 @@ from eepo.types import UserError
 
 pytest.importorskip("trl", reason="needs the extra: pip install 'eepo[trl]'")
 
+import trl.trainer.utils
 from transformers import HfArgumentParser
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
@@ -246,6 +247,11 @@ def test_trl_pushes_weights_and_computes_old_logprobs_as_expected() -> None:
     old_logprobs = "old_per_token_logps, _, _ = self._get_per_token_logps_and_entropies"
     assert score.index(old_logprobs) < score.index("ref_model")
     assert 'output["old_per_token_logps"] = old_per_token_logps' in score
+    # `saturation = "exact"` uses the fused head and the backbone's last hidden states.
+    scoring = inspect.getsource(GRPOTrainer._get_per_token_logps_and_entropies)
+    assert "model(**model_inputs, labels=labels, fused_lm_head=True)" in scoring
+    fused_head = inspect.getsource(trl.trainer.utils.add_fused_lm_head)
+    assert "backbone_outputs.last_hidden_state[:, :-1]" in fused_head
     generate = inspect.getsource(GRPOTrainer._generate)
     assert "num_generations = self.num_generations if mode" in generate
 

@@ -14,7 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
-from verl_runs import VerlRun, entropy, run_verl, stage_rows
+from verl_runs import TEMPERATURE, VerlRun, entropy, run_verl, stage_rows
 
 
 @pytest.fixture(scope="session")
@@ -115,6 +115,10 @@ def full_credit(model: Path, tmp_path_factory: pytest.TempPathFactory) -> VerlRu
     """Run one step in which verl computes all denominators, with exact saturation."""
     knobs = ["eepo.gate=always", "eepo.unlearn_lr=1", "eepo.credit=full", "eepo.debug=true"]
     knobs += ["eepo.saturation=exact", "eepo.unlearn_eps=0.5"]
-    bypass = "algorithm.rollout_correction.bypass_mode=false"
-    folder = tmp_path_factory.mktemp("full")
-    return run_verl("eepo.adapters.verl", model, folder, [*knobs, bypass], num_steps=1)
+    knobs += [
+        "algorithm.rollout_correction.bypass_mode=false",
+        f"actor_rollout_ref.rollout.temperature={TEMPERATURE}",
+    ]
+    return run_verl(
+        "eepo.adapters.verl", model, tmp_path_factory.mktemp("full"), knobs, num_steps=1
+    )

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tiny import compute_score
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from verl_runs import GROUP, VerlRun, entropy
+from verl_runs import GROUP, TEMPERATURE, VerlRun, entropy
 
 from eepo.adapters.verl.stages import row_weights, select_rows
 from eepo.config import AlgorithmConfig
@@ -33,27 +33,28 @@ def build(model: Path, weights: Path) -> Any:
     return reference.double().eval()
 
 
-def logits(reference: Any, row: dict[str, Any]) -> Tensor:  # [T, V]
+def logits(reference: Any, row: dict[str, Any], temperature: float = 1.0) -> Tensor:  # [T, V]
     """Return the logits that predict the completion."""
     input_ids = torch.tensor([row["prompt"] + row["ids"]])
-    return reference(input_ids).logits[0, len(row["prompt"]) - 1 : -1]
+    return reference(input_ids).logits[0, len(row["prompt"]) - 1 : -1] / temperature
 
 
-def logprobs(reference: Any, row: dict[str, Any]) -> Tensor:  # [T]
-    return logits(reference, row).log_softmax(-1).gather(1, torch.tensor(row["ids"])[:, None])[:, 0]
+def logprobs(reference: Any, row: dict[str, Any], temperature: float = 1.0) -> Tensor:  # [T]
+    return (
+        logits(reference, row, temperature)
+        .log_softmax(-1)
+        .gather(1, torch.tensor(row["ids"])[:, None])[:, 0]
+    )
 
 
 def unlearning_gradient(
-    reference: Any, rows: Rows, threshold: float | None, window: int, eps: float = EPS
+    reference: Any, rows: Rows, threshold: float | None, window: int
 ) -> dict[str, Tensor]:
-    """Return the gradient of the mean of (1 / T) Σ gated −log(1 − p), one row at a time.
-
-    p is clamped to 1 − eps.
-    """
+    """Return the gradient of the mean of (1 / T) Σ gated −log(1 − p), one row at a time."""
     for row in rows:
         logp = logits(reference, row).log_softmax(-1)
         entropies = (-logp.exp() * logp).sum(-1).tolist()
-        p = logp.gather(1, torch.tensor(row["ids"])[:, None])[:, 0].exp().clamp(max=1 - eps)
+        p = logp.gather(1, torch.tensor(row["ids"])[:, None])[:, 0].exp().clamp(max=1 - EPS)
         loss = 0 * p.sum()  # a row may have no gated token
         for t in range(len(p)):
             in_window = entropies[max(0, t - window + 1) : t + 1]
@@ -61,6 +62,20 @@ def unlearning_gradient(
                 loss = loss - torch.log(1 - p[t])
         (loss / len(p) / len(rows)).backward()
     return {name: weight.grad for name, weight in reference.named_parameters()}
+
+
+def exact_gradient(reference: Any, rows: Rows, limit: float) -> Tensor:
+    """Return the flat gradient of the mean of −log(1 − p), p as a sum over the other tokens.
+
+    Tokens with p above the limit have no gradient. The temperature is that of `full_credit`.
+    """
+    for row in rows:
+        p = logits(reference, row, TEMPERATURE).softmax(-1)  # [T, V]
+        sampled = torch.nn.functional.one_hot(torch.tensor(row["ids"]), p.shape[1]).bool()
+        others = torch.where(sampled, 0.0, p).sum(-1)
+        kept = others.detach() >= 1 - limit
+        (-(torch.log(others) * kept).mean() / len(rows)).backward()
+    return flat({name: weight.grad for name, weight in reference.named_parameters()})
 
 
 def assert_unlearned(
@@ -220,7 +235,7 @@ def test_denominators_are_under_theta_with_full_credit(model: Path, full_credit:
     for push in (1, 2):
         assert len(full_credit.completions(push)) == 6
         for row in full_credit.completions(push):
-            expected = logprobs(theta, row).detach()
+            expected = logprobs(theta, row, TEMPERATURE).detach()
             same_length = [
                 r["denominators"] for r in rows if len(r["denominators"]) == len(expected)
             ]
@@ -244,8 +259,8 @@ def test_exact_saturation_unlearns_tokens_above_the_limit(
     """The run has unlearn_eps = 0.5, which exact saturation ignores."""
     rows, theta = full_credit.completions(1), full_credit.weights(1)
     step = flat(load_file(full_credit.weights(2))).double() - flat(load_file(theta)).double()
-    exact = flat(unlearning_gradient(build(model, theta), rows, None, 3, eps=0.0))
-    stopped = flat(unlearning_gradient(build(model, theta), rows, None, 3, eps=0.5))
+    exact = exact_gradient(build(model, theta), rows, limit=1.0)
+    stopped = exact_gradient(build(model, theta), rows, limit=0.5)
     assert (step + exact).norm() < 1e-4 * exact.norm()
     assert (step + stopped).norm() > 1e-2 * exact.norm()
     assert full_credit.metrics()[1]["eepo/gate_share"] == 1

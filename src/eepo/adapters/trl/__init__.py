@@ -2,8 +2,9 @@
 
 TRL samples, grades and updates. EEPO changes the rollout: it samples half of every group from θ,
 takes one unlearning step, samples the other half from θ′, and keeps the log-probabilities of each
-half under the weights that sampled it. TRL samples from the model that it trains, so θ′ is written
-into that model and θ is restored bit for bit.
+half under the weights that sampled it (with `credit = "full"` those of both halves under θ). TRL
+samples from the model that it trains, so θ′ is written into that model and θ is restored bit for
+bit.
 """
 
 from __future__ import annotations
