@@ -33,6 +33,7 @@ def test_every_script_prints_its_usage(name: str, monkeypatch: Any, capsys: Any)
     assert "usage:" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_rollout_benchmark_compares_engines_on_fixed_lengths(
     monkeypatch: Any, capsys: Any
 ) -> None:
@@ -44,6 +45,7 @@ def test_the_rollout_benchmark_compares_engines_on_fixed_lengths(
     assert printed.count("times generate") == 2
 
 
+@pytest.mark.slow
 def test_the_few_rows_benchmark_times_products_attention_and_a_step(
     monkeypatch: Any, capsys: Any
 ) -> None:

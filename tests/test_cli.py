@@ -230,6 +230,7 @@ def test_a_user_error_is_one_line_on_stderr_and_exit_code_2(
         assert fragment in result.err
 
 
+@pytest.mark.slow
 def test_a_user_error_is_one_line_in_a_separate_process(tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "eepo", *map(str, train(tmp_path, "model.path=builtin:chess"))],
@@ -335,6 +336,7 @@ def test_compare_prints_a_table_and_writes_a_report(tmp_path: Path, eepo) -> Non
         assert (tmp_path / "new" / "again.html").read_text(encoding="utf-8") == page
 
 
+@pytest.mark.slow
 def test_demo_prints_a_table_and_the_path_of_its_report(tmp_path: Path, eepo) -> None:
     overrides = settings(
         "training.num_steps=2", "task.num_evaluation=8", "evaluation.num_samples=4"
@@ -352,6 +354,7 @@ def test_demo_prints_a_table_and_the_path_of_its_report(tmp_path: Path, eepo) ->
         assert {row["num_problems"] for row in evaluations if row["kind"] == "full"} == {8}
 
 
+@pytest.mark.slow
 def test_a_finished_demo_can_be_run_again(tmp_path: Path, eepo) -> None:
     overrides = settings(*TINY)
     assert eepo("demo", "--out", tmp_path / "demo", *overrides).code == 0

@@ -424,6 +424,7 @@ def test_with_the_gate_shut_a_run_equals_grpo_bit_for_bit(
     assert repeatable(eepo, EVALUATIONS) == repeatable(grpo, EVALUATIONS)
 
 
+@pytest.mark.slow
 def test_with_the_gate_shut_completions_do_not_depend_on_batch_shapes(tmp_path: Path) -> None:
     short = {"training": {"num_steps": 3}, "task": {"num_evaluation": 1}}
     eepo = run(tiny(algorithm={"gate": "never"}, **short), tmp_path / "eepo")
@@ -550,6 +551,7 @@ def wait_for_lines(
         time.sleep(0.005)
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_to_the_uninterrupted_run(full_run: FullRun, tmp_path: Path) -> None:
     endless = dataclasses.replace(
         full_run.config,
@@ -570,6 +572,7 @@ def test_a_killed_run_resumes_to_the_uninterrupted_run(full_run: FullRun, tmp_pa
     assert_same_run(run(full_run.config, tmp_path / "run", resume=True), full_run.folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 def test_a_stopped_run_saves_its_last_complete_step_and_resumes(
     number: signal.Signals, full_run: FullRun, tmp_path: Path

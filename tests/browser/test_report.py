@@ -12,6 +12,8 @@ from matplotlib.image import imread
 
 from eepo.reports.figure_list import FIGURES
 
+pytestmark = pytest.mark.slow  # each test starts a browser
+
 NUM_ROWS = 2 * 3 * 16  # runs, steps, completions of a step
 
 

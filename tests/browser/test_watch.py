@@ -13,6 +13,8 @@ from eepo.reports import watch
 from eepo.reports.watch import LiveReport, WatchServer
 from eepo.runs.runlog import METRICS, RunLog
 
+pytestmark = pytest.mark.slow  # each test starts a browser
+
 
 class AdvancingReport(LiveReport):
     """Appends a second step to the run after the first report was fetched."""

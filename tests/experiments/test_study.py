@@ -346,6 +346,7 @@ def test_runs_are_of_one_phase(study: Any, tmp_path: Path, monkeypatch: Any) -> 
         study.main()
 
 
+@pytest.mark.slow
 def test_a_run_that_dies_leaves_the_others_alone(
     study: Any, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
@@ -377,6 +378,7 @@ def test_a_run_that_dies_leaves_the_others_alone(
     assert [one["seed"] for one in list(read_records(tmp_path / "report.jsonl"))] == [1]
 
 
+@pytest.mark.slow
 def test_a_real_run_becomes_a_line_once(study: Any, tmp_path: Path) -> None:
     knobs = [
         "training.num_steps=2",
@@ -403,6 +405,7 @@ def test_a_real_run_becomes_a_line_once(study: Any, tmp_path: Path) -> None:
     assert not list(folder.rglob("*.safetensors"))
 
 
+@pytest.mark.slow
 def test_weights_are_kept_for_what_evaluates_them_at_other_temperatures(
     study: Any, tmp_path: Path
 ) -> None:
@@ -477,6 +480,7 @@ def test_rows_of_a_long_run_are_means(study: Any, tmp_path: Path) -> None:
     assert [row.get("unlearn/kl") for row in found] == [0.5] + [None] * 20
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_told_and_tried_again(study: Any, tmp_path: Path, capsys: Any) -> None:
     tables = PLAN | {
         "set": ["algorithm.group_size=none"],

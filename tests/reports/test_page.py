@@ -194,6 +194,7 @@ def test_a_run_killed_after_one_step_has_a_page(write_run, out):
     assert "stopped at step 1 of 30" in tags.text
 
 
+@pytest.mark.slow
 def test_many_methods_fit_on_a_page(write_run, out):
     names = ("grpo", "eepo", *(f"method_{number}" for number in range(7)))
     tags = read_page(write_report([write_run(name) for name in names], out))

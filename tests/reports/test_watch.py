@@ -82,6 +82,7 @@ def status(server: WatchServer) -> dict[str, Any]:
 # ---- following a run
 
 
+@pytest.mark.slow
 def test_a_run_is_followed_from_before_its_folder_exists_to_its_end(
     tmp_path: Path, serve: Callable[..., WatchServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

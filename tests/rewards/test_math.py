@@ -75,6 +75,14 @@ def test_there_are_more_than_200_hostile_answers() -> None:
     assert len(hostile_answers()) > 200
 
 
+def test_a_sample_of_hostile_answers_is_rejected(reward: PooledReward) -> None:
+    texts = list(hostile_answers().values())[::40]
+    verdicts = reward.grade([prompt_for("42")] * (len(texts) + 1), [*texts, r"\boxed{42}"])
+    assert [verdict.reward for verdict in verdicts] == [0.0] * len(texts) + [1.0]
+    assert {verdict.reason for verdict in verdicts[:-1]} <= REASONS
+
+
+@pytest.mark.slow
 def test_hostile_answers_are_rejected_quickly_and_grading_goes_on(reward: PooledReward) -> None:
     """Grade one at a time to measure each. On a busy machine, measure again."""
     planted = Path("/tmp/eepo-was-here")
@@ -107,6 +115,7 @@ def test_hostile_gold_answers_do_no_harm(reward: PooledReward) -> None:
     assert [verdict.reward for verdict in verdicts] == [0.0] * len(golds)
 
 
+@pytest.mark.slow
 def test_a_loaded_machine_changes_no_verdict() -> None:
     """A process that is stopped for longer than its CPU limit must not time out."""
     reward = PooledReward("eepo.rewards.math:grade", RewardConfig(num_workers=1, cpu_seconds=0.5))
@@ -129,6 +138,7 @@ def _pause(group: int, seconds: float) -> None:
     threading.Timer(seconds, os.killpg, (group, signal.SIGCONT)).start()
 
 
+@pytest.mark.slow
 def test_a_thousand_normal_completions_take_seconds(reward: PooledReward) -> None:
     golds = [rf"\frac{{{n}}}{{{n + 1}}}" if n % 3 else str(n) for n in range(500)]
     golds += [rf"{n}\sqrt{{{n + 1}}}" for n in range(500)]

@@ -186,6 +186,7 @@ def test_compiled_layer_computes_each_fused_product_once(
     assert [count for count in products if count] == [expected]  # one graph for both layers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "gemma3_text", "mistral"])
 def test_engine_with_fused_layers_follows_loaded_weights(
     family: str, new_model: Any, tokenizer: Any, products: list[int]
@@ -226,6 +227,7 @@ def test_last_norm_and_rotary_embedding_are_compiled_once_for_all_sizes(
     assert not counters["graph_break"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not CAN_GENERATE_CODE, reason="needs a C compiler and Python's headers")
 def test_generated_code_computes_each_fused_product_once(
     new_model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch

@@ -348,6 +348,7 @@ print(json.dumps({"kills": kills, "names": names, "last": last}))
 """
 
 
+@pytest.mark.slow
 def test_kills_at_random_moments_leave_a_complete_checkpoint(tmp_path: Path) -> None:
     process = subprocess.run(
         [sys.executable, "-c", KILLED_SAVER, str(tmp_path / "checkpoints")],
