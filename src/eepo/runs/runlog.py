@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import eepo
+from eepo.runs.jsonl import parse_json
 from eepo.types import UserError
 
 METRICS, EVALUATIONS, COMPLETIONS = "metrics.jsonl", "evaluations.jsonl", "completions.jsonl"
@@ -62,7 +63,9 @@ class RunLog:
             if path.exists():
                 before = path.read_text(encoding="utf-8")
                 kept = [line for line in before.splitlines(keepends=True) if line.endswith("\n")]
-                after = "".join(line for line in kept if json.loads(line)["step"] <= step)
+                steps = (parse_json(line.encode(), str(path))["step"] for line in kept)
+                pairs = zip(kept, steps, strict=True)
+                after = "".join(line for line, at in pairs if at <= step)
                 if after != before:
                     write_atomically(path, after)
 
