@@ -87,7 +87,7 @@ def line_of(run: Run, folder: Path) -> dict[str, Any]:
 
 def steps_to(metrics: Sequence[dict[str, Any]], reward: float, window: int = 5) -> int | None:
     """Return the first step at which the mean stage-1 reward of the last steps exceeds `reward`."""
-    values = [row["stage1/reward"] for row in metrics]
+    values = [row.get("stage1/reward", 0.0) for row in metrics]
     for end in range(window, len(values) + 1):
         if statistics.fmean(values[end - window : end]) > reward:
             return end

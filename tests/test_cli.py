@@ -314,6 +314,7 @@ def test_warmup_writes_weights(tmp_path: Path, eepo) -> None:
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_compare_prints_a_table_and_writes_a_report(tmp_path: Path, eepo) -> None:
     # The path is longer than a line of 80 characters.
     out = tmp_path / ("a folder with a very long name " * 3).strip() / "out"
@@ -365,6 +366,7 @@ def test_a_finished_demo_can_be_run_again(tmp_path: Path, eepo) -> None:
     assert {path: path.read_bytes() for path in before} == before
 
 
+@pytest.mark.slow
 def test_a_stopped_comparison_advises_to_repeat_the_command(tmp_path: Path) -> None:
     """`compare` and `demo` have no --resume: the same command continues."""
     words = [sys.executable, "-m", "eepo", "demo", "--out", str(tmp_path / "demo")]

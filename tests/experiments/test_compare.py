@@ -215,6 +215,7 @@ def timed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
     return out, compare([slow, fast], 2, out, silent_progress(), equal_time=True)
 
 
+@pytest.mark.slow
 def test_at_equal_time_a_run_ends_when_it_reaches_the_seconds_of_the_baseline(
     timed: tuple[Path, list[Path]],
 ) -> None:
@@ -262,6 +263,7 @@ def test_equal_time_needs_two_recipes(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_seconds_of_earlier_steps_count_after_a_resume(tmp_path: Path) -> None:
     """With the time already used there is no more step; with slightly more there is one."""
     config = with_limits(tiny("grpo", 1), 2, 1000.0)

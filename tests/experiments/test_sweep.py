@@ -262,6 +262,7 @@ def test_finished_runs_are_not_started_again(
     assert (bad / "log.txt").stat().st_mtime_ns > tried, "the failed run is tried again"
 
 
+@pytest.mark.slow
 def test_other_values_more_seeds_or_more_steps_add_runs(
     swept: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:

@@ -250,4 +250,11 @@ def test_captions_mention_smoothing_only_if_lines_are_smoothed(write_run):
     assert (smooth(values[:39]) == values[:39]).all()
     assert (smooth(values) != values).any()
     smoothed = [spec.name for spec in FIGURES if describe_smoothing in spec.notes]
-    assert smoothed == ["exploration", "collapse", "cost", "unlearning", "second_half_recovery"]
+    assert smoothed == [
+        "strategies",
+        "exploration",
+        "collapse",
+        "cost",
+        "unlearning",
+        "second_half_recovery",
+    ]

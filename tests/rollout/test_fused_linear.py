@@ -168,12 +168,14 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 @pytest.mark.parametrize(
     ("family", "compile_model", "expected"),
     [
-        ("qwen2", compile_layers, 7),
         ("qwen2", compile_fused, 4),
-        ("qwen3", compile_fused, 4),
-        ("phi", compile_fused, 4),
-        ("gemma2", compile_fused, 4),  # has norms between products and residual sums
-        ("cohere", compile_fused, 4),  # runs attention and MLP in parallel
+        pytest.param("qwen2", compile_layers, 7, marks=pytest.mark.slow),
+        pytest.param("qwen3", compile_fused, 4, marks=pytest.mark.slow),
+        pytest.param("phi", compile_fused, 4, marks=pytest.mark.slow),
+        # has norms between products and residual sums
+        pytest.param("gemma2", compile_fused, 4, marks=pytest.mark.slow),
+        # runs attention and MLP in parallel
+        pytest.param("cohere", compile_fused, 4, marks=pytest.mark.slow),
     ],
 )
 def test_compiled_layer_computes_each_fused_product_once(

@@ -292,6 +292,7 @@ def rates(folder: Path) -> list[float]:
     return [row["unlearn/lr"] for row in read_records(folder / METRICS)]
 
 
+@pytest.mark.slow
 def test_halving_starts_with_the_next_step_and_survives_a_resume(tmp_path: Path) -> None:
     config = tiny(alarm={"action": "halve_unlearn_lr"})
     run(config, tmp_path / "full")
@@ -307,6 +308,7 @@ def test_halving_starts_with_the_next_step_and_survives_a_resume(tmp_path: Path)
     assert (tmp_path / "resumed" / ALARMS).read_bytes() == (tmp_path / "full" / ALARMS).read_bytes()
 
 
+@pytest.mark.slow
 def test_with_unlearn_lr_auto_the_kl_target_is_halved(tmp_path: Path) -> None:
     automatic = {"unlearn_lr": "auto", "unlearn_kl_target": 1e-3}
     run(

@@ -224,6 +224,7 @@ def test_second_call_allocates_what_the_first_call_needed_and_keeps_it(
     )
 
 
+@pytest.mark.slow
 def test_next_call_allocates_all_pages_again_when_the_estimate_was_too_low(
     ending_model: Any, tokenizer: Any, prompts: list[Prompt]
 ) -> None:
