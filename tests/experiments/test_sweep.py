@@ -273,6 +273,7 @@ def test_other_values_more_seeds_or_more_steps_add_runs(
     assert not any(longer.is_finished(*run) for run in longer.runs)
 
 
+@pytest.mark.slow
 def test_the_folder_of_another_sweep_or_of_a_run_is_refused(
     swept: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:

@@ -349,6 +349,8 @@ KNOBS = [
     'rollout.engine="vllm"', "training.num_steps=4", "training.prompts_per_step=8",
     "training.prompts_per_mini_batch=8", "training.checkpoint_every=2", "task.num_evaluation=4",
     "evaluation.num_samples=2", "evaluation.every=2", "evaluation.quick_problems=2",
+    "model.device=cpu", "algorithm.gate_threshold=1.0", "algorithm.unlearn_lr=auto",
+    "algorithm.unlearn_kl_target=2e-2", "algorithm.kl_coef=0.0", "training.learning_rate=1e-4",
 ]  # fmt: skip
 
 
@@ -363,7 +365,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run through the command line, in another process."""
     out = tmp_path_factory.mktemp("vllm") / "run"
     knobs = [part for knob in KNOBS for part in ("--set", knob)]
-    command = [sys.executable, "-m", "eepo", "train", "demo/eepo", "--out", str(out), *knobs]
+    command = [sys.executable, "-m", "eepo", "train", "countdown/eepo", "--out", str(out), *knobs]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-2000:]
     return out
@@ -386,7 +388,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run(whole_run: Path, tmp_path: Pa
     shorter = [knob.replace("num_steps=4", "num_steps=2") for knob in KNOBS]
     for knobs, resume in ((shorter, False), (KNOBS, True)):
         quiet = Progress(Console(file=io.StringIO()))
-        build_trainer(recipe.load_run("demo/eepo", knobs), out, resume, quiet).run()
+        build_trainer(recipe.load_run("countdown/eepo", knobs), out, resume, quiet).run()
     for got, expected in zip(
         rows(out, "metrics.jsonl"), rows(whole_run, "metrics.jsonl"), strict=True
     ):
