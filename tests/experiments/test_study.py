@@ -91,7 +91,7 @@ def plan(study: Any, tmp_path: Path) -> Any:
     return study.Plan(copy.deepcopy(PLAN), tmp_path)
 
 
-def test_tuning_runs_every_value_of_what_is_tuned(study: Any, plan: Any) -> None:
+def test_tuning_runs_every_value_of_a_tuned_knob(study: Any, plan: Any) -> None:
     runs = [one.key for one in plan.runs("tune", [], [])]
     assert (
         len(runs) == len(set(runs)) == 2 * (2 + 2 + 2)
@@ -100,7 +100,7 @@ def test_tuning_runs_every_value_of_what_is_tuned(study: Any, plan: Any) -> None
     assert {key[0] for key in (one.key for one in plan.runs("tune", ["finite"], []))} == {"finite"}
 
 
-def test_a_regime_may_have_values_of_its_own(plan: Any) -> None:
+def test_a_regime_may_override_the_values_of_a_method(plan: Any) -> None:
     plan.tables["regimes"]["finite"]["values"] = {"grpo": ["1e-3"]}
     tried = {(one.regime, one.method, one.value) for one in plan.runs("tune", [], ["grpo"])}
     assert tried == {
@@ -111,7 +111,9 @@ def test_a_regime_may_have_values_of_its_own(plan: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["grop", "eepo"])
-def test_values_of_what_is_not_tuned_are_refused(study: Any, tmp_path: Path, name: str) -> None:
+def test_values_for_a_method_that_is_not_tuned_are_an_error(
+    study: Any, tmp_path: Path, name: str
+) -> None:
     tables = copy.deepcopy(PLAN)
     tables["regimes"]["finite"]["values"] = {name: [1]}
     with pytest.raises(
@@ -151,7 +153,7 @@ def test_the_value_with_the_best_mean_over_seeds_is_reported_and_inherited(
         plan.check([], ["eppo"])
 
 
-def test_a_phase_of_its_own_reports_what_tuning_chose_on_other_seeds(
+def test_another_phase_reports_the_tuned_values_on_other_seeds(
     study: Any, plan: Any, tmp_path: Path
 ) -> None:
     plan.tables["seeds"]["fresh"] = [7, 8]
@@ -168,7 +170,7 @@ def test_a_phase_of_its_own_reports_what_tuning_chose_on_other_seeds(
         plan.check([], [], "stale")
 
 
-def test_a_method_may_have_an_objective_of_its_own(study: Any, tmp_path: Path) -> None:
+def test_a_method_may_override_the_objective(study: Any, tmp_path: Path) -> None:
     write(
         tmp_path / "tune.jsonl",
         [line("grpo", "1e-5", 100, 0.5, mean=0.1), line("grpo", "1e-4", 100, 0.4, mean=0.2)],
@@ -200,14 +202,14 @@ def test_tables_are_paired_by_seed(study: Any, plan: Any, tmp_path: Path) -> Non
     assert names == {f"small_dense_{name}.png" for name in ("exploration", "pass_at_k", "frontier")}
 
 
-def test_a_difference_that_is_none_by_chance_is_bold(study: Any, plan: Any, tmp_path: Path) -> None:
+def test_a_significant_difference_is_bold(study: Any, plan: Any, tmp_path: Path) -> None:
     reported = [line("grpo", "1e-5", seed, greedy) for seed, greedy in enumerate((0.3, 0.5, 0.4))]
     reported += [line("eepo", "", seed, greedy) for seed, greedy in enumerate((0.5, 0.71, 0.6))]
     write(tmp_path / "report.jsonl", reported)
     assert "0.603<br>**+0.203 [+0.189, +0.218]**" in study.tables(plan)
 
 
-def test_differences_may_be_to_another_method(study: Any, plan: Any, tmp_path: Path) -> None:
+def test_differences_to_another_method(study: Any, plan: Any, tmp_path: Path) -> None:
     reported = [line("grpo", "1e-5", seed, 0.3) for seed in range(3)] + [
         line("eepo", "", seed, 0.5) for seed in range(3)
     ]
@@ -231,7 +233,7 @@ def test_differences_may_be_to_another_method(study: Any, plan: Any, tmp_path: P
         study.tables(plan, against="wide")
 
 
-def test_differences_may_be_to_one_value_of_a_method(study: Any, plan: Any, tmp_path: Path) -> None:
+def test_differences_to_one_value_of_a_method(study: Any, plan: Any, tmp_path: Path) -> None:
     plan.tables["methods"]["grpo"] |= {"every_value": True}
     write(tmp_path / "report.jsonl", [line("grpo", "1e-5", 0, 0.3), line("grpo", "1e-4", 0, 0.5)])
     text = study.tables(plan, against="grpo 1e-4")
@@ -242,9 +244,7 @@ def test_differences_may_be_to_one_value_of_a_method(study: Any, plan: Any, tmp_
         study.tables(plan, against="grpo 1e-3")
 
 
-def test_what_ran_before_tuning_chose_another_value_does_not_count(
-    study: Any, plan: Any, tmp_path: Path
-) -> None:
+def test_runs_with_outdated_tuned_values_are_ignored(study: Any, plan: Any, tmp_path: Path) -> None:
     stale = [line("grpo", "1e-4", seed, 0.1) for seed in range(3)]
     reported = [line("grpo", "1e-5", seed, 0.5) for seed in range(3)] + [
         line("eepo", "", seed, 0.5) for seed in range(3)
@@ -263,9 +263,7 @@ def test_what_ran_before_tuning_chose_another_value_does_not_count(
     assert (tmp_path / "figures" / "small_dense_frontier.png").exists()
 
 
-def test_a_method_is_compared_with_the_one_it_names_at_the_same_value(
-    study: Any, plan: Any, tmp_path: Path
-) -> None:
+def test_against_compares_methods_at_the_same_value(study: Any, plan: Any, tmp_path: Path) -> None:
     """As grpo is the first, all its values would be compared with 1e-5 otherwise."""
     knob = {"tune": "training.learning_rate", "values": ["1e-5", "1e-4"], "every_value": True}
     plan.tables["methods"] = {"grpo": knob, "other": knob | {"against": "grpo"}}
@@ -302,7 +300,7 @@ def test_a_method_is_compared_with_the_one_it_names_at_the_same_value(
         study.Plan(plan.tables, tmp_path)
 
 
-def test_methods_that_differ_in_their_steps_alone_are_one_line(
+def test_methods_that_differ_only_in_steps_are_one_line(
     study: Any, plan: Any, tmp_path: Path
 ) -> None:
     five = "training.num_steps=5"
@@ -329,7 +327,7 @@ def test_methods_that_differ_in_their_steps_alone_are_one_line(
     assert [path.name for path in (tmp_path / "figures").iterdir()] == ["small_dense_lengths.png"]
 
 
-def test_runs_are_of_one_phase(study: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_run_command_takes_one_phase(study: Any, tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "plan.toml").write_text((ROOT / "studies" / "smollm2.toml").read_text())
     asked = [
         "list",
@@ -347,7 +345,7 @@ def test_runs_are_of_one_phase(study: Any, tmp_path: Path, monkeypatch: Any) -> 
 
 
 @pytest.mark.slow
-def test_a_run_that_dies_leaves_the_others_alone(
+def test_a_crashed_run_does_not_affect_others(
     study: Any, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     """The first one kills itself as the kernel would; the second one trains."""
@@ -379,7 +377,7 @@ def test_a_run_that_dies_leaves_the_others_alone(
 
 
 @pytest.mark.slow
-def test_a_real_run_becomes_a_line_once(study: Any, tmp_path: Path) -> None:
+def test_a_finished_run_is_recorded_once(study: Any, tmp_path: Path) -> None:
     knobs = [
         "training.num_steps=2",
         "training.prompts_per_step=2",
@@ -406,9 +404,7 @@ def test_a_real_run_becomes_a_line_once(study: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_weights_are_kept_for_what_evaluates_them_at_other_temperatures(
-    study: Any, tmp_path: Path
-) -> None:
+def test_weights_are_kept_for_evaluations_at_other_temperatures(study: Any, tmp_path: Path) -> None:
     knobs = [
         "training.num_steps=2",
         "training.prompts_per_step=4",
@@ -456,7 +452,7 @@ def test_weights_are_kept_for_what_evaluates_them_at_other_temperatures(
             study.Plan(tables, tmp_path)
 
 
-def test_values_are_named_once_and_at_the_ends_of_coloured_lines(study: Any) -> None:
+def test_values_are_labelled_once_and_at_the_ends_of_coloured_lines(study: Any) -> None:
     lines = {
         one: {value: [(place, place)] for place, value in enumerate("abc")}
         for one in ("first", "second")
@@ -469,7 +465,7 @@ def test_values_are_named_once_and_at_the_ends_of_coloured_lines(study: Any) -> 
         assert [text.get_text() for text in drawn.axes[0].texts] == named
 
 
-def test_rows_of_a_long_run_are_means(study: Any, tmp_path: Path) -> None:
+def test_metrics_of_a_long_run_are_averaged_over_steps(study: Any, tmp_path: Path) -> None:
     rows = [{"step": step, "reward": float(step), "seconds/total": 1.0} for step in range(1, 62)]
     rows[1]["unlearn/kl"] = 0.5  # not in every step
     write(tmp_path / METRICS, rows)
@@ -481,7 +477,7 @@ def test_rows_of_a_long_run_are_means(study: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_is_told_and_tried_again(study: Any, tmp_path: Path, capsys: Any) -> None:
+def test_a_failed_run_is_reported_and_run_again(study: Any, tmp_path: Path, capsys: Any) -> None:
     tables = PLAN | {
         "set": ["algorithm.group_size=none"],
         "seeds": {"report": [0]},
@@ -494,7 +490,7 @@ def test_a_run_that_fails_is_told_and_tried_again(study: Any, tmp_path: Path, ca
     assert not (tmp_path / "report.jsonl").exists()
 
 
-def test_the_plans_that_ship_can_be_read(study: Any, tmp_path: Path) -> None:
+def test_shipped_plans_can_be_loaded(study: Any, tmp_path: Path) -> None:
     plans = sorted((ROOT / "studies").glob("*.toml"))
     assert plans
     for path in plans:
@@ -513,9 +509,7 @@ def test_the_plans_that_ship_can_be_read(study: Any, tmp_path: Path) -> None:
         assert {len(method["values"]) for method in tuned} == {4}  # as many for each
 
 
-def test_the_figure_of_types_has_every_run_that_it_names(
-    study: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_the_dtype_figure_has_all_its_runs(study: Any, tmp_path: Path, monkeypatch: Any) -> None:
     types = importlib.import_module("types_of_products")
     for name, (plan, regime) in types.TYPES.items():
         there = {rate: types.rewards(plan, regime, rate) for rate in types.RATES}
@@ -535,7 +529,7 @@ def test_the_figure_of_types_has_every_run_that_it_names(
         ("smollm2", ["sampled"], "grpo_mild_160_sampled 1.0", {"mild_phantom_160_sampled 1.0"}),
     ],
 )
-def test_patches_are_compared_on_the_seeds_that_both_have(
+def test_pilots_are_compared_on_common_seeds(
     study: Any,
     capsys: Any,
     monkeypatch: Any,
@@ -555,7 +549,7 @@ def test_patches_are_compared_on_the_seeds_that_both_have(
     assert against not in {row[0].removeprefix("| ") for row in rows}
 
 
-def test_a_patch_compared_with_what_is_not_there_is_refused(study: Any) -> None:
+def test_a_pilot_compared_with_an_unknown_method_is_an_error(study: Any) -> None:
     pilots = importlib.import_module("pilots")
     with pytest.raises(UserError, match=r"--against 'grpo 1.0' is in no line; allowed: grpo$"):
         pilots.pilots(

@@ -37,10 +37,14 @@ def test_the_label_that_grew_is_shown_and_the_common_one_is_not() -> None:
     figure = strategies_figure(runs)
     assert figure is not None
     titles = [axes.get_title() for axes in figure.axes]
-    assert titles == ["reward", "completions that compute"]
+    assert titles == ["reward", "completions: compute"]
     lines = [len(axes.get_lines()) for axes in figure.axes]
     assert lines[0] == 2
     assert lines[1] == 3  # stage 1 of both methods, stage 2 of EEPO
+
+
+def test_a_label_that_hardly_grew_is_not_shown() -> None:
+    assert new_labels([run("eepo", [labelled(0.0), labelled(0.04)])]) == []
 
 
 def test_runs_without_labels_have_no_such_figure_or_sentence() -> None:

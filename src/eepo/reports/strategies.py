@@ -23,6 +23,7 @@ from eepo.reports.panels import (
 from eepo.reports.records import Run, by_method
 
 MAX_LABELS = 2  # panels besides that of reward
+MIN_GROWTH = 0.05  # of a label's share, below which it gets no panel
 
 
 @styled
@@ -38,7 +39,7 @@ def strategies_figure(runs: Sequence[Run]) -> Figure | None:
     for axes, label in zip(panels[1:], labels, strict=True):
         for stage, dashes in enumerate(LINE_STYLES[:2], 1):
             draw_methods(axes, methods, f"stage{stage}/label/{label}", dashes)
-        label_steps(axes, f"completions that {name_label(label)}")
+        label_steps(axes, f"completions: {name_label(label)}")
     for axes in panels:
         use_percent(axes)
         start_at_zero(axes)
@@ -55,7 +56,7 @@ def new_labels(runs: Sequence[Run]) -> list[str]:
         for label, share in _shares(run, "largest").items():
             if label not in ("other", most_common):
                 growth[label] = max(growth.get(label, 0.0), share - first[label])
-    grown = [label for label, change in growth.items() if change > 0]
+    grown = [label for label, change in growth.items() if change >= MIN_GROWTH]
     return sorted(grown, key=lambda label: -growth[label])[:MAX_LABELS]
 
 
