@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from pathlib import Path
+
+# Matplotlib writes a cache of fonts. It must not be in the user's home directory.
+os.environ.setdefault("MPLCONFIGDIR", str(Path(tempfile.gettempdir()) / "eepo-tests-matplotlib"))
+
+# isort: split
 # Before torch: eepo sets how torch's threads wait. On a busy machine tests otherwise take three
 # times as long.
 import eepo  # noqa: F401
@@ -9,7 +17,6 @@ import eepo  # noqa: F401
 # isort: split
 import copy
 import hashlib
-import os
 import random
 import shutil
 from collections.abc import Callable, Iterable, Iterator

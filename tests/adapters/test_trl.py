@@ -677,6 +677,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_with_gate_step(
     assert fingerprint(weights(resumed)) == fingerprint(weights(uninterrupted))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_an_uninterrupted_one_with_a_kl_target(
     build: Build, fingerprint: Any
 ) -> None:

@@ -231,6 +231,7 @@ def test_at_equal_time_a_run_ends_when_it_reaches_the_seconds_of_the_baseline(
     assert len(rows(fast_seed3, METRICS)) > 2, "a faster method has more steps"
 
 
+@pytest.mark.slow
 def test_a_finished_comparison_at_equal_time_trains_no_more_steps(
     timed: tuple[Path, list[Path]],
 ) -> None:

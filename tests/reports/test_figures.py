@@ -120,6 +120,7 @@ def test_recovery_bars_are_shares_of_the_missed_groups_of_the_whole_run(runs, wr
     assert second_half_figure([read_run(folder)]) is None
 
 
+@pytest.mark.slow
 def test_the_same_runs_give_the_same_bytes(runs):
     first, second = (image_bytes(pass_at_k_figure(runs), "svg") for _ in range(2))
     assert first == second

@@ -125,6 +125,7 @@ def test_a_missing_package_is_reported_with_the_install_command(
         gym_datasets.import_package()
 
 
+@pytest.mark.slow
 def test_problems_are_the_same_in_every_process() -> None:
     """A generator that iterates over a set depends on the hash seed of its process."""
     code = (
