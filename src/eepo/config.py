@@ -426,6 +426,8 @@ def check_engine(config: RunConfig) -> str | None:
 def check_task(task: TaskConfig) -> str | None:
     if isinstance(task, CountdownConfig):
         return _check_countdown(task)
+    if isinstance(task, ShortcutConfig):
+        return _check_shortcut(task)
     if isinstance(task, DatasetConfig | ReasoningGymConfig):
         return check_template(task.template)
     return None
@@ -459,6 +461,16 @@ def _check_countdown(task: CountdownConfig) -> str | None:
             f"got {far_low}..{far_high}"
         )
     return None
+
+
+def _check_shortcut(task: ShortcutConfig) -> str | None:
+    total = task.rare_probability + task.dead_end_probability + task.other_probability
+    if total < 0.9:
+        return None
+    return (
+        "task.rare_probability + dead_end_probability + other_probability must be below 0.9, "
+        f"so that the policy can guess, got {total:g}"
+    )
 
 
 def _template_fields(template: str) -> set[str]:

@@ -27,7 +27,7 @@ from eepo.types import Completion, Prompt, Sampling
 
 Pairs = list[tuple[Prompt, Completion]]
 FirstTokens = list[float | None]  # per pair: the probability that the first token should have
-FIRST_TOKEN_WEIGHT = 0.3  # of the first token's loss against the mean loss of a token
+FIRST_TOKEN_WEIGHT = 0.3  # factor of the first-token loss in the total loss
 
 
 @dataclass

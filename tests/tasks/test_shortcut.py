@@ -12,6 +12,7 @@ import torch
 from eepo.config import ModelConfig, ShortcutConfig
 from eepo.model import loading
 from eepo.model.policy import Policy
+from eepo.recipe import load_run
 from eepo.rewards.shortcut import ShortcutReward, strategy_of
 from eepo.rollout.transformers import TransformersEngine
 from eepo.tasks.shortcut import (
@@ -21,7 +22,7 @@ from eepo.tasks.shortcut import (
     prompt_text,
     strategy_probabilities,
 )
-from eepo.types import Prompt
+from eepo.types import Prompt, UserError
 
 CPU = torch.device("cpu")
 
@@ -116,6 +117,12 @@ def test_probabilities_of_the_strategies_leave_the_rest_to_other_tokens() -> Non
     )
     texts = [each.text for each in Shortcut(dead_end, build_tokenizer()).demonstrations(0, 6)]
     assert [text[0] for text in texts] == [">", "~", "?", ">", "~", "?"]
+
+
+def test_probabilities_that_leave_nothing_to_guess_are_an_error() -> None:
+    knobs = ["task.rare_probability=0.5", "task.dead_end_probability=0.4"]
+    with pytest.raises(UserError, match=r"must be below 0\.9, .* got 0\.9"):
+        load_run("shortcut/grpo", knobs)
 
 
 def test_the_shipped_policy_guesses_and_computes_with_probability_1e_5() -> None:

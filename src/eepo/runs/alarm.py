@@ -122,7 +122,7 @@ def _above(metric: str, window: Sequence[Row], bound: Any) -> Alarm | None:
 
 
 def _lost_credit(window: Sequence[Row], bound: Any) -> Alarm | None:
-    """Return the first later stage whose successes have a token ratio near 0 in every row."""
+    """Return the first later stage whose `rewarded_ratio_min` is below the bound in every row."""
     if bound == "off":
         return None
     for stage in _stages(window[-1])[1:]:

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from eepo.config import CountdownConfig
-from eepo.tasks.order import shuffled_index
+from eepo.tasks.order import training_names
 from eepo.types import Demonstration, Prompt, UserError
 
 Identity = tuple[tuple[int, ...], int]  # sorted numbers and target
@@ -61,13 +61,8 @@ class Countdown:
 
     def _training_prompt(self, position: int) -> Prompt:
         """Return a new problem for each position, or one of `num_train`, shuffled in each epoch."""
-        if not self.config.num_train:
-            id_name = draw_name = f"train/{self.order_seed}/{position}"
-        else:
-            seed = f"{self.config.seed}/{self.order_seed}"
-            epoch, index = shuffled_index(position, self.config.num_train, seed)
-            # The id contains the epoch: one step may contain a problem in two epochs.
-            id_name, draw_name = f"train/{epoch}/{index}", f"train/{index}"
+        num_train, seed = self.config.num_train, self.config.seed
+        id_name, draw_name = training_names(position, num_train, seed, self.order_seed)
         numbers, target, _ = self._draw(draw_name, self._training_targets, self._held_out)
         return self._prompt(id_name, numbers, target)
 

@@ -22,7 +22,7 @@ from eepo.config import ShortcutConfig
 from eepo.model.policy import Policy
 from eepo.protocols import Reward, RolloutEngine
 from eepo.rewards.shortcut import MARKERS
-from eepo.tasks.order import shuffled_index
+from eepo.tasks.order import training_names
 from eepo.types import Completion, Demonstration, Prompt, Sampling, UserError
 
 Digits = tuple[int, ...]
@@ -74,13 +74,8 @@ class Shortcut:
 
     def _training_prompt(self, position: int) -> Prompt:
         """Return a new problem for each position, or one of `num_train`, shuffled in each epoch."""
-        if not self.config.num_train:
-            id_name = draw_name = f"train/{self.order_seed}/{position}"
-        else:
-            seed = f"{self.config.seed}/{self.order_seed}"
-            epoch, index = shuffled_index(position, self.config.num_train, seed)
-            # The id contains the epoch: one step may contain a problem in two epochs.
-            id_name, draw_name = f"train/{epoch}/{index}", f"train/{index}"
+        num_train, seed = self.config.num_train, self.config.seed
+        id_name, draw_name = training_names(position, num_train, seed, self.order_seed)
         return self._prompt(id_name, self._draw(draw_name, self._held_out))
 
     def _prompt(self, name: str, digits: Digits) -> Prompt:
