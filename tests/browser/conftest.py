@@ -110,7 +110,7 @@ def write_run(folder: Path, name: str, *texts: str) -> Path:
     )
     (folder / "recipe.toml").write_text(recipe, encoding="utf-8")
     (folder / "environment.json").write_text(json.dumps({"device": texts[-1]}))
-    _write_lines(folder / "metrics.jsonl", (_metrics(step) for step in (1, 2, 3)))
+    _write_lines(folder / "metrics.jsonl", (_metrics(step, texts[0]) for step in (1, 2, 3)))
     _write_lines(folder / "evaluations.jsonl", (_evaluation(step, texts[0]) for step in (0, 3)))
     _write_lines(
         folder / "completions.jsonl",
@@ -123,7 +123,7 @@ def _write_lines(path: Path, rows: Iterator[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _metrics(step: int) -> dict[str, Any]:
+def _metrics(step: int, label: str) -> dict[str, Any]:
     shared = {
         "step": step,
         "entropy": 1.0,
@@ -133,6 +133,9 @@ def _metrics(step: int) -> dict[str, Any]:
         "seconds/total": 2.0,
     }
     shared |= {"missed_share": 0.5, "second_half_recovery": 0.25}
+    for stage in (1, 2):  # a strategy that becomes common, for the figure of strategies
+        shared |= {f"stage{stage}/label/guess": 1 - 0.2 * step}
+        shared |= {f"stage{stage}/label/rare {label}": 0.2 * step}
     keys = ("entropy", "reward", "length", "clip_share")
     return shared | {f"stage{stage}/{key}": 0.1 * stage * step for stage in (1, 2) for key in keys}
 
