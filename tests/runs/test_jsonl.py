@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from eepo.runs import jsonl
-from eepo.runs.jsonl import read_records, read_rows
+from eepo.runs.jsonl import read_lines, read_records, read_rows
 from eepo.types import UserError
 
 READERS = pytest.mark.parametrize("read", [read_records, read_rows], ids=["records", "rows"])
@@ -129,3 +129,55 @@ def test_a_missing_file_is_an_error(read: Any, tmp_path: Path) -> None:
     path = tmp_path / "missing.jsonl"
     assert error_of(read, path) == f"{path}: No such file or directory"
     assert error_of(read, tmp_path) == f"{tmp_path}: Is a directory"
+
+
+DAMAGE = {
+    **{name: line for name, (line, _) in MISTAKES.items()},
+    "zero bytes": b"\0" * 30,
+    "zero bytes before a row": b"\0" * 30 + b'{"step": 2}',
+    "half a line": b'{"step": 2, "rew',
+    "number": b"2",
+    "row without step": b'{"a": 2}',
+    "step that is text": b'{"step": "2"}',
+    "step that is NaN": b'{"step": NaN}',
+    "step that is true": b'{"step": true}',
+}
+
+
+@pytest.mark.parametrize("line", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_line_of_a_record_can_be_skipped_and_reported(
+    line: bytes, tmp_path: Path
+) -> None:
+    path = write(tmp_path, b'{"step": 1}\n' + line.replace(b"\n", b"") + b'\n\n{"step": 3}\n{"st')
+    damage: list[str] = []
+    assert list(read_records(path, damage.append)) == [{"step": 1}, {"step": 3}]
+    assert len(damage) == 1
+    assert damage[0].startswith(f"{path}:2: ")
+    assert len(damage[0].splitlines()) == 1
+
+
+def test_zero_bytes_at_the_end_of_a_record_are_damage(tmp_path: Path) -> None:
+    path = write(tmp_path, b'{"step": 1}\n' + b"\0" * 100)
+    damage: list[str] = []
+    assert list(read_records(path, damage.append)) == [{"step": 1}]
+    assert damage == [f"{path}:2: the line contains zero bytes"]
+
+
+def test_a_damaged_line_that_is_too_long_is_skipped_as_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 20)
+    path = write(tmp_path, b"x" * 21 * 5 + b'\n{"step": 2}\n' + b"y" * 50)
+    damage: list[str] = []
+    assert list(read_records(path, damage.append)) == [{"step": 2}]
+    assert damage == [f"{path}:{line}: the line is longer than 20 bytes" for line in (1, 3)]
+
+
+def test_undamaged_lines_are_returned_with_their_bytes(tmp_path: Path) -> None:
+    path = write(tmp_path, b'{"step":1 }\r\n\xff\n{"step": 2}\n{"step": 3}')
+    damage: list[str] = []
+    assert list(read_lines(path, damage.append)) == [
+        (b'{"step":1 }\r\n', {"step": 1}),
+        (b'{"step": 2}\n', {"step": 2}),
+    ]
+    assert len(damage) == 1
