@@ -498,6 +498,72 @@ def test_invalid_utf8_is_an_error(tmp_path: Path) -> None:
     assert "not valid TOML" in error_line(path)
 
 
+# --- files that cannot be read, and values that no knob can hold
+
+
+def deep(levels: int) -> str:
+    return "[" * levels + "]" * levels
+
+
+UNUSABLE_VALUES = {
+    "integer of 5,000 digits": ("9" * 5000, "digits"),
+    "integer of 9,000 hexadecimal digits": ("0x" + "f" * 9000, "digits"),
+    "list of 2,000 levels": (deep(2000), "nested"),
+    "list of 200 levels": (deep(200), "nested"),
+    "table of 500 levels": ("{a." + ".".join("b" * 500) + " = 1}", "nested"),
+    "NUL character": (r'"a\u0000b"', "NUL"),
+}
+
+
+@pytest.mark.parametrize(("value", "reason"), UNUSABLE_VALUES.values(), ids=UNUSABLE_VALUES)
+@pytest.mark.parametrize("knob", ["training.seed", "model.path", "nothing"])
+def test_an_unusable_value_is_one_short_line(
+    value: str, reason: str, knob: str, tmp_path: Path
+) -> None:
+    for line in (
+        error_line(write(tmp_path, f"{knob} = {value}")),
+        error_line("countdown/eepo", (f"{knob}={value}",)),
+    ):
+        assert reason in line
+        assert len(line) < 1000
+
+
+def test_a_key_of_500_levels_is_an_error(tmp_path: Path) -> None:
+    key = ".".join(["training"] * 500)
+    assert "nested" in error_line(write(tmp_path, f"{key} = 1"))
+    assert "unknown key" in error_line("countdown/eepo", (f"{key}=1",))
+
+
+def test_a_set_with_invalid_utf8_is_an_error() -> None:
+    """Python represents such bytes of a command line as lone surrogates."""
+    assert "invalid UTF-8" in error_line("countdown/eepo", ("name=a\udcff",))
+    assert "training" in error_line("countdown/eepo", ("training.\udcff=1",))
+
+
+def test_a_set_holds_one_value() -> None:
+    line = error_line("countdown/eepo", ("training.seed=1\nother=2",))
+    assert r"1\nother=2" in line
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x" * 5000, "a\0b", "a/" * 3000, "\udcff"])
+def test_a_name_that_no_file_can_have_is_an_unknown_recipe(name: str, tmp_path: Path) -> None:
+    assert "no such recipe" in error_line(name)
+    assert "no such" in error_line(f"countdown/eepo+{name}")
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a/" * 3000])
+def test_extends_with_a_name_that_no_file_can_have_is_an_error(name: str, tmp_path: Path) -> None:
+    assert "no such file" in error_line(write(tmp_path, f'extends = "{name}"'))
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that cannot be read")
+def test_a_recipe_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    """/proc/self/mem can be opened, but address 0 cannot be read, even by root."""
+    assert "Input/output error" in error_line("/proc/self/mem")
+    (tmp_path / "link.toml").symlink_to("/proc/self/mem")
+    assert "Input/output error" in error_line(write(tmp_path, 'extends = "link.toml"'))
+
+
 # --- extends
 
 
@@ -561,6 +627,17 @@ def test_a_cycle_of_extends_is_an_error(tmp_path: Path) -> None:
     line = error_line(write(tmp_path, 'extends = "a.toml"', "c.toml"))
     assert "extends" in line
     assert all(name in line for name in ("a.toml", "b.toml", "c.toml"))
+
+
+def test_a_chain_of_extends_is_read_up_to_a_limit(tmp_path: Path) -> None:
+    """The chain is not read by recursion: Python would end it with a traceback."""
+    write(tmp_path, "[training]\nseed = 5\n", "0.toml")
+    for number in range(1, 1500):
+        write(tmp_path, f'extends = "{number - 1}.toml"', f"{number}.toml")
+    assert recipe.load_run(tmp_path / "99.toml").training.seed == 5
+    line = error_line(tmp_path / "1499.toml")
+    assert "1499.toml" in line
+    assert "more than 100 files" in line
 
 
 def test_a_recipe_that_extends_itself_is_an_error(tmp_path: Path) -> None:
@@ -709,7 +786,7 @@ def test_an_error_names_the_recipe_or_set_as_its_source(tmp_path: Path) -> None:
         "it's",
         "back\\slash \\n",
         "θ′ ← θ 数学 🦜",
-        "\r\x00\x1b\x7f",
+        "\r\x01\x1b\x7f",
         "]#=",
     ],
     ids=ascii,

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
+import itertools
 import json
 import math
+import os
+import re
 import shlex
 import tomllib
 import types
@@ -20,6 +24,10 @@ from eepo.config import RunConfig, WarmupConfig, check_run, check_task
 from eepo.types import UserError
 
 HUGE = 2**63
+MAX_EXTENDS = 100  # files in a chain of `extends`
+MAX_DEPTH = 20  # levels of lists and tables; a recipe needs three
+MAX_BITS = 13_300  # 4,000 digits; Python refuses to print integers of more than 4,300 digits
+UNUSABLE = re.compile("[\0\ud800-\udfff]")  # in file names and prompts
 # Old names of knobs, for the "did you mean" hint where the new name looks different.
 RENAMED = {"algorithm.later_advantages": "algorithm.stage2_negative_advantages"}
 Config = TypeVar("Config", bound=RunConfig | WarmupConfig)
@@ -84,11 +92,11 @@ def find(recipe: str | Path, siblings: typing.Sequence[str] = ()) -> Path:
     `siblings` are names to suggest first if there is no such recipe.
     """
     path = Path(recipe)
-    if path.is_file():
+    if os.path.isfile(path):  # unlike Path.is_file, it is false for names that are too long
         return path
     for folder in recipe_folders():
         for name in (f"{recipe}.toml", str(recipe)):
-            if (folder / name).is_file():
+            if os.path.isfile(folder / name):
                 return folder / name
     names = sorted(
         str(p.relative_to(f).with_suffix("")) for f in recipe_folders() for p in f.rglob("*.toml")
@@ -114,13 +122,14 @@ def _tables(recipe: str | Path) -> dict[str, Any]:
 
     The method is looked for in the model's folder first.
     """
-    first, *others = str(recipe).split("+") if not Path(recipe).is_file() else [str(recipe)]
+    first, *others = [str(recipe)] if os.path.isfile(recipe) else str(recipe).split("+")
     path = find(first)
     tables = read_toml(path)
     for other in others:
         sibling = path.parent / f"{other}.toml"
         stems = sorted(file.stem for file in path.parent.glob("*.toml"))
-        tables = _merged(tables, read_toml(sibling if sibling.is_file() else find(other, stems)))
+        file = sibling if os.path.isfile(sibling) else find(other, stems)
+        tables = _merged(tables, read_toml(file))
     return tables
 
 
@@ -141,20 +150,67 @@ def _check_kind(kind: type[Config], tables: dict[str, Any], source: str) -> None
         )
 
 
-def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
     """Read a file. It overrides the recipe that its `extends` names (a path relative to it)."""
-    if path.resolve() in seen:
-        raise UserError(f"{path}: extends itself through {' -> '.join(p.name for p in seen)}")
+    files: list[Path] = []
+    layers: list[dict[str, Any]] = []
+    while True:
+        if path.resolve() in files:
+            raise UserError(f"{path}: extends itself through {' -> '.join(p.name for p in files)}")
+        if len(files) == MAX_EXTENDS:
+            raise UserError(f"{files[0]}: a chain of more than {MAX_EXTENDS} files by extends")
+        files.append(path.resolve())
+        layers.append(_read_file(path))
+        base = layers[-1].pop("extends", None)
+        if base is None:
+            return functools.reduce(_merged, reversed(layers))
+        if not isinstance(base, str) or not os.path.isfile(path.parent / base):
+            raise UserError(
+                f"{path}: extends = {_short(base)}, but there is no such file next to it"
+            )
+        path = path.parent / base
+
+
+def _read_file(path: Path) -> dict[str, Any]:
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        return _load_toml(path.read_text(encoding="utf-8"), str(path))
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not valid TOML: {error}") from error
-    base = tables.pop("extends", None)
-    if base is None:
-        return tables
-    if not isinstance(base, str) or not (path.parent / base).is_file():
-        raise UserError(f"{path}: extends = {_toml(base)}, but there is no such file next to it")
-    return _merged(read_toml(path.parent / base, (*seen, path.resolve())), tables)
+
+
+def _load_toml(text: str, source: str) -> dict[str, Any]:
+    """Parse TOML, and refuse valid TOML that no knob can hold.
+
+    This is deep nesting, an integer of thousands of digits, or a NUL character.
+    """
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        raise
+    except RecursionError:
+        raise UserError(f"{source}: nested deeper than {MAX_DEPTH} levels") from None
+    except ValueError as error:  # an integer of 5,000 digits
+        raise UserError(f"{source}: {error}") from None
+    _check_contents(tables, source)
+    return tables
+
+
+def _check_contents(tables: dict[str, Any], source: str) -> None:
+    level: list[Any] = [tables]
+    for _ in range(MAX_DEPTH):
+        dicts = [value for value in level if isinstance(value, dict)]
+        texts = [text for text in itertools.chain(level, *dicts) if isinstance(text, str)]
+        if unusable := next(filter(UNUSABLE.search, texts), None):
+            raise UserError(f"{source}: a NUL character or invalid UTF-8 in {_short(unusable)}")
+        if any(isinstance(value, int) and value.bit_length() > MAX_BITS for value in level):
+            raise UserError(f"{source}: an integer has more than 4,000 digits")
+        lists = [value for value in level if isinstance(value, list)]
+        level = list(itertools.chain(*lists, *(table.values() for table in dicts)))
+        if not level:
+            return
+    raise UserError(f"{source}: nested deeper than {MAX_DEPTH} levels")
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -166,19 +222,18 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def _override(tables: dict[str, Any], override: str, kind: Any) -> str:
-    """Apply one `a.b=value` and return `a.b`. A value that is not valid TOML is a string."""
+    """Apply one `a.b=value` and return `a.b`."""
     key, equals, text = override.partition("=")
     *parents, name = key.strip().split(".")
     if not equals or not all([*parents, name]):
-        raise UserError(f"--set {override}: expected section.key=value, such as training.seed=1")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
+        raise UserError(
+            f"--set {_cut(override)}: expected section.key=value, such as training.seed=1"
+        )
+    value = _override_value(text, f"--set {_cut(override)}")
     for parent in parents:
         tables = tables.setdefault(parent, {})
         if not isinstance(tables, dict):
-            raise UserError(f"--set {override}: {parent} is a value, not a section")
+            raise UserError(f"--set {_cut(override)}: {parent} is a value, not a section")
     tables[name] = value
     knob, known = key.strip(), _knobs(kind)
     if knob not in known:
@@ -186,6 +241,18 @@ def _override(tables: dict[str, Any], override: str, kind: Any) -> str:
         allowed = [name.removeprefix(section) for name in known if name.startswith(section)]
         raise _unknown("--set", knob, value, [name for name in allowed if "." not in name], known)
     return knob
+
+
+def _override_value(text: str, source: str) -> Any:
+    """Read the value of an override. What is not one TOML value is a string."""
+    try:
+        tables = _load_toml(f"value = {text}", source)
+    except tomllib.TOMLDecodeError:
+        tables = {}
+    if len(tables) == 1:
+        return tables["value"]
+    _check_contents({"value": text}, source)
+    return text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +289,8 @@ def _unknown(
     new_name = RENAMED.get(knob, "")
     guess = _guess([new_name] if new_name in known else _closest(knob, others, "."))
     return UserError(
-        f"{source}: unknown key {knob} = {_short(value)}; {guess}allowed: {', '.join(allowed)}"
+        f"{source}: unknown key {_cut(knob)} = {_short(value)}; "
+        f"{guess}allowed: {', '.join(allowed)}"
     )
 
 
@@ -336,7 +404,10 @@ def _allowed(options: tuple[Any, ...], bounds: typing.Mapping[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    text = _toml(value)
+    return _cut(_toml(value))
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -15,11 +15,20 @@ class UserError(Exception):
     """
 
     def __init__(self, line: str) -> None:
-        super().__init__("".join(_escaped(character) for character in line))
+        super().__init__(printable(line))
+
+
+def printable(text: str) -> str:
+    """Escape characters that could change the terminal or the line, such as ESC and newlines."""
+    if text.isprintable():
+        return text
+    return "".join(
+        character if character.isprintable() else _escaped(character) for character in text
+    )
 
 
 def _escaped(character: str) -> str:
-    return character if character.isprintable() else character.encode("unicode_escape").decode()
+    return character.encode("unicode_escape").decode()
 
 
 @dataclass(frozen=True)
