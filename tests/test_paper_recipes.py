@@ -40,6 +40,7 @@ METHODS = {
     "clip_higher": (1, 8, 1.0, 1e-5, 0.28),
     "more_rollouts": (1, 16, 1.0, 1e-5, 0.2),
     "eepo": (2, 8, 1.0, 1e-5, 0.2),
+    "eepo_step_gate": (2, 8, 1.0, 1e-5, 0.2),
     "eepo_higher_temperature": (2, 8, 1.2, 1e-5, 0.2),
     "eepo_more_entropy": (2, 8, 1.0, 1e-3, 0.2),
     "eepo_clip_higher": (2, 8, 1.0, 1e-5, 0.28),
@@ -100,7 +101,7 @@ def test_every_combination_has_the_values_of_the_paper(model: str, method: str) 
     assert algorithm.advantage_baseline == "group"
     if algorithm.num_stages == 2:
         gate = algorithm.gate, algorithm.gate_threshold, algorithm.gate_window
-        assert gate == ("token", 0.3, 3)
+        assert gate == ("step" if method == "eepo_step_gate" else "token", 0.3, 3)
         unlearning = algorithm.unlearn_lr, algorithm.unlearn_loss, algorithm.unlearn_on
         assert unlearning == (3e-3, "comp", "all")
 
@@ -180,6 +181,7 @@ def build(name: str, out: Path, stand_in: Path, problems: Path, *more: str) -> A
         "model.device=cpu",
         f"task.data_dir={problems}",
         "task.train=train.jsonl",
+        "task.num_held_out=4",
         *more,
     ]
     progress = Progress(Console(file=io.StringIO()))
@@ -193,7 +195,7 @@ def test_every_combination_builds_a_trainer(
     trainer = build(f"paper/{model}+{method}", tmp_path, stand_in, problems)
     assert trainer.algorithm.options == trainer.config.algorithm
     assert trainer.algorithm.reference is not None
-    assert tuple(trainer.task.evaluation_sets()) == MODELS[model][3]
+    assert tuple(trainer.task.evaluation_sets()) == ("in_distribution", *MODELS[model][3])
     prompt = trainer.task.training_prompts(0, 1)[0]
     assert "\\boxed{}" in prompt.text
     assert prompt.text.startswith("[user]") == (model == "llama-3.2-3b-instruct")
@@ -209,4 +211,14 @@ def test_the_papers_eepo_trains_a_step_at_small_sizes(
         json.loads(line)["set"]
         for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()
     ]
-    assert sets == list(MODELS["qwen3-8b-base"][3])
+    assert sets == ["in_distribution", *MODELS["qwen3-8b-base"][3]]
+
+
+def test_curves_use_whole_benchmarks_and_a_held_out_slice_of_the_training_set() -> None:
+    """The paper's figure of entropy collapse shows accuracy in and out of distribution."""
+    for model in MODELS:
+        config = recipe.load_run(f"paper/{model}+grpo")
+        assert isinstance(config.task, DatasetConfig)
+        assert config.task.num_held_out == 200
+        assert config.evaluation.every > 0
+        assert config.evaluation.quick_problems == 0

@@ -131,6 +131,9 @@ class DatasetConfig:
         (), "Evaluation sets: benchmarks by name (math500, amc23, ...), files or hub data sets."
     )
     evaluation_split: str = knob("test", "Split of hub data sets for evaluation.")
+    num_held_out: int = knob(
+        0, "Training problems that are only evaluated, as the set in_distribution.", least=0
+    )
     data_dir: str = knob("", "Folder with data files. Empty: the current folder, then the hub.")
     problem_column: str = knob("problem", "Column with the problem text.")
     answer_column: str = knob(
@@ -226,6 +229,11 @@ class AlgorithmConfig:
     )
     clip_low: float = knob(0.2, "Lower clipping of the ratio.", above=0, most=1)
     clip_high: float = knob(0.2, "Upper clipping of the ratio.", above=0)
+    loss_normalisation: Literal["mini_batch", "group"] = knob(
+        "mini_batch",
+        "Mean over tokens. mini_batch: all tokens of a mini-batch weigh the same. group: all groups"
+        " weigh the same, and all tokens within a group (the paper's equation).",
+    )
     kl_coef: float = knob(1e-4, "Weight of the KL to the initial policy.", least=0)
     entropy_coef: float = knob(1e-5, "Weight of the entropy bonus.", least=0)
 
@@ -278,7 +286,7 @@ class EvaluationConfig:
 
     start: bool = knob(False, "Also run the full evaluation before training.")
     every: int = knob(0, "Steps between quick evaluations. 0: none.", least=0)
-    quick_problems: int = knob(64, "Problems per set in a quick evaluation.", least=1)
+    quick_problems: int = knob(64, "Problems per set in a quick evaluation. 0: all.", least=0)
     quick_samples: int = knob(4, "Samples per problem in a quick evaluation.", least=1)
     num_samples: int = knob(32, "Samples per problem in the full evaluation.", least=1)
     temperature: float = knob(1.0, "Sampling temperature.", above=0)

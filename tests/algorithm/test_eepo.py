@@ -416,9 +416,13 @@ def test_ratios_are_1_in_stage_1_and_relative_to_theta_prime_in_stage_2(
     assert row["stage2/ratio_max"] == pytest.approx(gap.exp().max().item(), rel=1e-3)
 
 
-@pytest.mark.parametrize("has_reference", [False, True])
+@pytest.mark.parametrize(
+    ("has_reference", "normalisation"),
+    [(False, "mini_batch"), (True, "mini_batch"), (True, "group")],
+)
 def test_the_update_is_grpo_on_both_stages(
     has_reference: bool,
+    normalisation: str,
     build_eepo: Any,
     demo_prompts: list[Prompt],
     demo_model: Any,
@@ -442,6 +446,7 @@ def test_the_update_is_grpo_on_both_stages(
         clip_high=0.3,
         kl_coef=0.3,
         entropy_coef=0.1,
+        loss_normalisation=normalisation,
     )
     metrics = StepMetrics()
     rollout = algorithm.step(demo_prompts[:6], Sampling(0.9, 24, 1, "train/0"), metrics)
@@ -454,6 +459,8 @@ def test_the_update_is_grpo_on_both_stages(
     for prompt, group, rewards in groups:
         mean = sum(rewards) / 4
         std = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / 3)
+        group_tokens = sum(len(completion.token_ids) for completion in group)
+        divisor = num_tokens if normalisation == "mini_batch" else 6 * group_tokens
         for completion, reward in zip(group, rewards, strict=True):
             advantage = (reward - mean) / (std + 1e-6)
             scores = plain_scores(policy, prompt, completion, 0.9)
@@ -466,7 +473,7 @@ def test_the_update_is_grpo_on_both_stages(
                     target = plain_scores(reference, prompt, completion, 0.9).logprobs
                 gap = target - scores.logprobs
                 objective = objective - 0.3 * (gap.exp() - 1 - gap)
-            (-objective.sum() / num_tokens).backward()
+            (-objective.sum() / divisor).backward()
     step = {name: -weight.grad for name, weight in policy.named_parameters()}
     assert_moved(weights_of(algorithm.policy.model), weights_of(demo_model), step)
     assert metrics.result()["grad_norm"] == pytest.approx(norm(step.values()), rel=1e-3)

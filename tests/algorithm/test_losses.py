@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from typing import Literal
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from eepo.algorithm import (
     kl_penalty,
     policy_loss,
     token_mean,
+    token_weights,
     unlearn_loss,
 )
 from eepo.config import AlgorithmConfig
@@ -288,6 +290,42 @@ def test_token_mean_averages_over_tokens_not_rows() -> None:
     mask = torch.tensor([[True, True, True], [True, False, False]])
     assert token_mean(values, mask).item() == 4.0
     assert token_mean(values, torch.zeros(2, 3, dtype=torch.bool)).item() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("normalisation", "surrogate", "entropy", "kl"),
+    [
+        # All 8 tokens of the mini-batch weigh the same.
+        (
+            "mini_batch",
+            (8 - 5 * 4 + 6 - 2) / 8,
+            (1 + 5 * 2 + 3 + 5) / 8,
+            (1 - math.log(2) + 3 - math.log(4)) / 8,
+        ),
+        # The mean of both groups: 6 tokens, and 2 tokens.
+        (
+            "group",
+            ((8 - 5 * 4) / 6 + (6 - 2) / 2) / 2,
+            ((1 + 5 * 2) / 6 + (3 + 5) / 2) / 2,
+            ((1 - math.log(2)) / 6 + (3 - math.log(4)) / 2) / 2,
+        ),
+    ],
+)
+def test_the_loss_is_a_mean_over_the_tokens_of_a_mini_batch_or_over_groups(
+    normalisation: Literal["mini_batch", "group"], surrogate: float, entropy: float, kl: float
+) -> None:
+    """Two groups of two completions, with 1, 5, 1 and 1 tokens and ratios of 1."""
+    lengths, advantages = [1, 5, 1, 1], torch.tensor([8.0, -4.0, 6.0, -2.0])
+    mask = torch.arange(5) < torch.tensor(lengths)[:, None]
+    logprobs = torch.full((4, 5), -0.7)
+    entropies = torch.tensor([1.0, 2.0, 3.0, 5.0])[:, None].expand(4, 5)
+    # k3 of a factor f is f - 1 - log f: the second and the fourth completion have none.
+    reference = logprobs + torch.tensor([2.0, 1.0, 4.0, 1.0]).log()[:, None]
+    options = AlgorithmConfig(loss_normalisation=normalisation, entropy_coef=0.5, kl_coef=0.25)
+    weights = torch.tensor(token_weights(lengths, 2, options))
+    scores = Scores(logprobs, entropies)
+    loss = grpo_loss(scores, logprobs, reference, advantages, mask, options, weights)
+    assert loss.item() == pytest.approx(-surrogate - 0.5 * entropy + 0.25 * kl)
 
 
 @pytest.mark.parametrize("has_reference", [False, True])

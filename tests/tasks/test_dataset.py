@@ -176,3 +176,42 @@ def test_rows_without_an_answer_are_refused_or_left_out_and_counted(
     assert task.num_train == 10
     assert "1 rows without an answer left out" in task.notes[0]
     assert "train.jsonl:11" in task.notes[0]
+
+
+@pytest.mark.parametrize("order_seed", [0, 5])
+def test_held_out_problems_are_an_evaluation_set_and_never_trained_on(
+    config: DatasetConfig, plain: Any, order_seed: int
+) -> None:
+    task = Dataset(replace(config, num_held_out=3), plain, order_seed)
+    assert list(task.evaluation_sets()) == ["in_distribution", "amc23", "held"]
+    held_out = {prompt.text for prompt in task.evaluation_sets()["in_distribution"]}
+    trained = {prompt.text for prompt in task.training_prompts(0, 70)}
+    everything = {prompt.text for prompt in Dataset(config, plain).training_prompts(0, 10)}
+    assert len(held_out) == 3
+    assert held_out.isdisjoint(trained)
+    assert held_out | trained == everything
+    # Runs with other seeds are compared on the same problems.
+    other_seed = Dataset(replace(config, num_held_out=3), plain, order_seed + 1)
+    assert other_seed.evaluation_sets() == task.evaluation_sets()
+
+
+def test_a_training_problem_that_repeats_a_held_out_one_is_left_out(
+    config: DatasetConfig, plain: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "train.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    copies = [row | {"id": f"copy-{row['id']}", "problem": row["problem"] + " "} for row in rows]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows + copies))
+    task = Dataset(replace(config, num_held_out=4), plain)
+    held_out = {prompt.text.strip() for prompt in task.evaluation_sets()["in_distribution"]}
+    trained = {prompt.text.strip() for prompt in task.training_prompts(0, task.num_train)}
+    assert held_out.isdisjoint(trained)
+    assert any("left out, since held-out ones are the same" in note for note in task.notes)
+
+
+def test_more_held_out_problems_than_training_problems_are_an_error(
+    config: DatasetConfig, plain: Any
+) -> None:
+    message = "task.num_held_out = 10 must be less than the 10 problems"
+    with pytest.raises(UserError, match=message):
+        Dataset(replace(config, num_held_out=10), plain)

@@ -11,6 +11,7 @@ from eepo.algorithm.losses import (
     kl_penalty,
     policy_loss,
     token_mean,
+    token_weights,
     unlearn_loss,
 )
 from eepo.algorithm.lr_search import SearchResult, lr_above_floor, lr_for_kl
@@ -36,6 +37,7 @@ __all__ = [
     "rollout_advantages",
     "token_gate",
     "token_mean",
+    "token_weights",
     "unlearn_gate",
     "unlearn_loss",
     "unlearned_weights",

@@ -8,7 +8,7 @@ paper's EEPO. With more stages, each one unlearns all completions before it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from eepo.algorithm.advantages import rollout_advantages
 from eepo.algorithm.background_grader import BackgroundGrader
 from eepo.algorithm.credit import OldLogprobs, old_logprobs
 from eepo.algorithm.gates import StepGate
-from eepo.algorithm.losses import grpo_loss
-from eepo.algorithm.lr_search import lr_above_floor
+from eepo.algorithm.losses import grpo_loss, token_weights
+from eepo.algorithm.lr_search import SearchResult, lr_above_floor
 from eepo.algorithm.metrics import StepMetrics
 from eepo.algorithm.probe import Effect, Probe, unlearn_gradient
 from eepo.algorithm.unlearning import UnlearnBatch, changed_share, load_unlearned
@@ -40,7 +40,7 @@ class EEPO:
     options: AlgorithmConfig
     mini_batch: int  # prompts per optimizer step
     max_grad_norm: float
-    auto_lr: float = 1e-3  # last choice of unlearn_lr = "auto"
+    lr_search: SearchResult = SearchResult(1e-3)  # the last one of unlearn_lr = "auto"
     unlearn_scale: float = 1.0  # multiplies η or the KL target; an alarm may lower it
     grader: BackgroundGrader = field(default_factory=BackgroundGrader)
 
@@ -49,12 +49,17 @@ class EEPO:
 
     def state(self) -> dict[str, Any]:
         """Return what a resumed run needs besides θ and the optimizer's state."""
-        names = ("auto_lr", "unlearn_scale")
-        return {"gate_history": self.gate.history} | {name: getattr(self, name) for name in names}
+        search = asdict(self.lr_search)
+        return {
+            "gate_history": self.gate.history,
+            "lr_search": search,
+            "unlearn_scale": self.unlearn_scale,
+        }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.gate.history = list(state["gate_history"])
-        self.auto_lr, self.unlearn_scale = state["auto_lr"], state.get("unlearn_scale", 1.0)
+        self.lr_search = SearchResult(**state["lr_search"])
+        self.unlearn_scale = state["unlearn_scale"]
 
     def step(self, prompts: list[Prompt], sampling: Sampling, metrics: StepMetrics) -> Rollout:
         """Run one policy iteration."""
@@ -122,15 +127,16 @@ class EEPO:
 
         target = self.options.unlearn_kl_target * self.unlearn_scale
         rounds = {self.engine.dtype, self.policy.compute_dtype} != {torch.float32}
-        found = lr_above_floor(kl_of, target, self.auto_lr, has_floor=rounds)
-        self.auto_lr, effect = found.lr, effects.get(found.lr)
+        found = self.lr_search = lr_above_floor(kl_of, target, self.lr_search, has_floor=rounds)
+        effect = effects.get(found.lr)
         return found.lr, effect and replace(effect, kl=found.kl, kl_floor=found.floor)
 
     def update(self, rollout: Rollout, rows: range, old: OldLogprobs, metrics: StepMetrics) -> None:
-        """Take one optimizer step on the groups of `rows`. Every token weighs the same."""
+        """Take one optimizer step on the groups of `rows`."""
         options, pairs = self.options, rollout.pairs(rows)
         all_advantages = [advantage for row in rows for advantage in rollout.advantages[row]]
-        num_tokens = sum(len(completion.token_ids) for _, completion in pairs)
+        lengths = [len(completion.token_ids) for _, completion in pairs]
+        weights = token_weights(lengths, len(rows), options)
         stages = rollout.stages * len(rows)
         for batch in self.policy.micro_batches(pairs):
             reference = None
@@ -140,8 +146,9 @@ class EEPO:
             with metrics.phase("update"):
                 scores = self.policy.score(batch, options.temperature)
                 denominators, advantages = old.of(batch, scores), batch.pick(all_advantages)
-                loss = grpo_loss(scores, denominators, reference, advantages, batch.mask, options)
-                (loss * batch.mask.sum() / num_tokens).backward()
+                terms = scores, denominators, reference, advantages, batch.mask
+                loss = grpo_loss(*terms, options, batch.pick(weights))
+                (loss * batch.mask.sum() / sum(lengths)).backward()
             metrics.update.record_batch(batch, scores, denominators, advantages, stages, options)
         with metrics.phase("update"):
             norm = optimizer_step(self.policy, self.optimizer, self.max_grad_norm)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -16,14 +18,34 @@ def grpo_loss(
     advantages: Tensor,  # [B]
     mask: Tensor,  # [B, T]
     options: AlgorithmConfig,
+    weights: Tensor | None = None,  # [B] of `token_weights`
 ) -> Tensor:
     """Add the clipped surrogate, the entropy bonus and the KL penalty, as means over tokens."""
     clip = options.clip_low, options.clip_high
-    loss = policy_loss(scores.logprobs, rollout_logprobs, advantages, mask, *clip)
-    loss = loss - options.entropy_coef * token_mean(scores.entropies, mask)
+    loss = policy_loss(scores.logprobs, rollout_logprobs, advantages, mask, *clip, weights)
+    loss = loss - options.entropy_coef * token_mean(scores.entropies, mask, weights)
     if reference_logprobs is not None:
-        loss = loss + options.kl_coef * kl_penalty(scores.logprobs, reference_logprobs, mask)
+        penalty = kl_penalty(scores.logprobs, reference_logprobs, mask, weights)
+        loss = loss + options.kl_coef * penalty
     return loss
+
+
+def token_weights(
+    lengths: Sequence[int],  # [n] tokens of each completion of a mini-batch, group by group
+    num_groups: int,
+    options: AlgorithmConfig,
+) -> list[float]:  # [n]
+    """Return the weight of each completion's tokens in a mean over the tokens of the mini-batch.
+
+    `loss_normalisation = "mini_batch"` weighs all tokens the same. With `"group"`, the weighted
+    mean is the mean over groups of the mean over the tokens of a group, as in the paper's equation.
+    """
+    if options.loss_normalisation == "mini_batch":
+        return [1.0] * len(lengths)
+    size = len(lengths) // num_groups
+    totals = [sum(lengths[start : start + size]) for start in range(0, len(lengths), size)]
+    mean_total = sum(totals) / num_groups
+    return [mean_total / total for total in totals for _ in range(size)]
 
 
 def policy_loss(
@@ -33,18 +55,24 @@ def policy_loss(
     mask: Tensor,  # [B, T]
     clip_low: float,
     clip_high: float,
+    weights: Tensor | None = None,  # [B]
 ) -> Tensor:
     """Return the negated clipped surrogate, as a mean over tokens."""
     ratio = torch.where(mask.bool(), policy_logprobs - rollout_logprobs, 0.0).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     surrogate = torch.minimum(ratio * advantages[:, None], clipped * advantages[:, None])
-    return -token_mean(surrogate, mask)
+    return -token_mean(surrogate, mask, weights)
 
 
-def kl_penalty(policy_logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor) -> Tensor:
+def kl_penalty(
+    policy_logprobs: Tensor,  # [B, T]
+    reference_logprobs: Tensor,  # [B, T]
+    mask: Tensor,  # [B, T]
+    weights: Tensor | None = None,  # [B]
+) -> Tensor:
     """Estimate KL(θ ‖ reference) with k3, as a mean over tokens."""
     gap = torch.where(mask.bool(), reference_logprobs - policy_logprobs, 0.0)
-    return token_mean(k3(gap), mask)
+    return token_mean(k3(gap), mask, weights)
 
 
 def k3(gap: Tensor) -> Tensor:
@@ -88,8 +116,13 @@ def unlearn_loss(scores: Scores, mask: Tensor, gate: Tensor, options: AlgorithmC
     )
 
 
-def token_mean(values: Tensor, mask: Tensor) -> Tensor:  # [B, T] -> scalar
-    """Average over all completion tokens; every token weighs the same."""
+def token_mean(
+    values: Tensor,  # [B, T]
+    mask: Tensor,  # [B, T]
+    weights: Tensor | None = None,  # [B]; their mean over tokens is 1
+) -> Tensor:
+    """Average over all completion tokens; without `weights`, every token weighs the same."""
+    values = values if weights is None else values * weights[:, None]
     return torch.where(mask.bool(), values, 0.0).sum() / mask.sum().clamp(min=1)
 
 

@@ -14,6 +14,8 @@ from eepo.tasks.problems import Columns, Problem, read_problems, short_name, spl
 from eepo.tasks.templates import render
 from eepo.types import Demonstration, Prompt, UserError
 
+IN_DISTRIBUTION = "in_distribution"  # the evaluation set of held-out training problems
+
 
 def make_prompts(
     problems: Sequence[Problem], template: str, tokenizer: Any, max_prompt_tokens: int
@@ -46,7 +48,7 @@ class Dataset:
         if not config.train:
             raise UserError("task.train is empty; give a file or a hub data set")
         self._columns = Columns(config.problem_column, config.answer_column, config.level_column)
-        train = self._read_train()
+        train, held_out = self._hold_out(self._read_train())
         self._prompts = self._prompts_within_limit(
             train, f"training set {short_name(config.train)}"
         )
@@ -56,7 +58,11 @@ class Dataset:
             for prompt in self._prompts
             if prompt.id in solutions
         ]
-        self._evaluation = self._read_evaluation(train)
+        self._evaluation: dict[str, list[Prompt]] = {}
+        if held_out:
+            prompts = self._prompts_within_limit(held_out, f"evaluation set {IN_DISTRIBUTION}")
+            self._evaluation[IN_DISTRIBUTION] = prompts
+        self._read_evaluation(train)
 
     @property
     def num_train(self) -> int:
@@ -103,9 +109,32 @@ class Dataset:
             )
         return train
 
-    def _read_evaluation(self, train: Sequence[Problem]) -> dict[str, list[Prompt]]:
-        config = self.config
-        sets: dict[str, list[Prompt]] = {}
+    def _hold_out(self, problems: list[Problem]) -> tuple[list[Problem], list[Problem]]:
+        """Split into training problems and held-out ones. All seeds of a run hold out the same.
+
+        A training problem with the same or nearly the same text as a held-out one is left out.
+        """
+        number, total = self.config.num_held_out, len(problems)
+        if not number:
+            return problems, []
+        if number >= total:
+            raise UserError(
+                f"task.num_held_out = {number} must be less than the {total} problems of "
+                f"task.train = {self.config.train!r}"
+            )
+        chosen = {shuffled_index(position, total, IN_DISTRIBUTION)[1] for position in range(number)}
+        held_out = [problems[index] for index in sorted(chosen)]
+        train = [problem for index, problem in enumerate(problems) if index not in chosen]
+        repeated = {train_id for train_id, _ in find_overlap(held_out, train)}
+        if repeated:
+            self.notes.append(
+                f"training set {short_name(self.config.train)}: {len(repeated)} problems left out, "
+                f"since held-out ones are the same ({_first_three(sorted(repeated))})"
+            )
+        return [problem for problem in train if problem.id not in repeated], held_out
+
+    def _read_evaluation(self, train: Sequence[Problem]) -> None:
+        config, sets = self.config, self._evaluation
         for source in config.evaluation:
             name = source if source in BENCHMARKS else short_name(source)
             if name in sets:
@@ -118,7 +147,6 @@ class Dataset:
                 )
             sets[name] = self._prompts_within_limit(problems, f"evaluation set {name}")
             self._note_overlap(name, problems, train)
-        return sets
 
     def _prompts_within_limit(self, problems: Sequence[Problem], set_name: str) -> list[Prompt]:
         limit = self.config.max_prompt_tokens
