@@ -18,8 +18,10 @@ import eepo  # noqa: F401
 import copy
 import hashlib
 import random
+import resource
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import pytest
@@ -62,6 +64,22 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
     if not is_worker:
         shutil.rmtree(folder, ignore_errors=True)  # the converted model takes 0.5 GB
+
+
+@pytest.fixture
+def file_size_limit() -> Callable[[int], AbstractContextManager[None]]:
+    """Return a context manager in which no file can grow beyond some bytes, as on a full disk."""
+
+    @contextmanager
+    def limit(num_bytes: int) -> Iterator[None]:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    return limit
 
 
 @pytest.fixture(scope="session")

@@ -1,13 +1,14 @@
 """Saves and loads checkpoints: model, optimizer and state in one folder.
 
-A checkpoint is a `transformers` model folder, so `from_pretrained` can read it, with two more
-files. It is written under a hidden name, flushed to disk, then renamed. A kill at any moment
-leaves the earlier checkpoints intact. No pickle is used.
+A checkpoint is a `transformers` model folder, so `from_pretrained` can read it, with three more
+files: optimizer, state and checksums. It is written under a hidden name, flushed to disk, then
+renamed. A kill at any moment leaves the earlier checkpoints intact. No pickle is used.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -16,8 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from eepo.runs.checksums import CHECKSUMS, find_damage, write_checksums
+from eepo.runs.jsonl import parse_json
+from eepo.runs.writing import writing
+from eepo.types import UserError
 
 TRAINING, STATE = "training.safetensors", "state.json"
 RNG = "rng"
@@ -39,14 +46,20 @@ class Checkpointer:
         temporary = self.folder / f".step-{step:06d}.{os.getpid()}"
         save_model(temporary, self.model, self.tokenizer)
         tensors = optimizer_tensors(self.model, self.optimizer) | {RNG: torch.get_rng_state()}
-        save_file(tensors, temporary / TRAINING)
-        (temporary / STATE).write_text(json.dumps(state | {"step": step}))
+        with writing(temporary):
+            save_file(tensors, temporary / TRAINING)
+            (temporary / STATE).write_text(json.dumps(state | {"step": step}))
+            write_checksums(temporary)
         saved = publish(temporary, self.folder / f"step-{step:06d}")
         prune(self.folder, self.keep)
         return saved
 
     def load(self, checkpoint: Path) -> dict[str, Any]:
-        """Restore the optimizer and torch's random state; return the saved state."""
+        """Restore the optimizer and torch's random state; return the saved state.
+
+        `checkpoint_damage` must have found none: this does not verify the checksums again.
+        """
+        state = read_state(checkpoint)
         tensors = load_file(checkpoint / TRAINING)
         torch.set_rng_state(tensors.pop(RNG))
         by_parameter: dict[str, dict[str, Tensor]] = {}
@@ -56,14 +69,15 @@ class Checkpointer:
         names = [name for name, _ in self.model.named_parameters()]
         restored = {i: by_parameter[name] for i, name in enumerate(names) if name in by_parameter}
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": restored})
-        return json.loads((checkpoint / STATE).read_text())
+        return state
 
     def save_final(self, folder: Path) -> Path:
         """Write the weights alone, for use elsewhere."""
-        for leftover in folder.parent.glob(f".*{folder.name}.*"):  # of a killed save
-            shutil.rmtree(leftover)
+        remove_leftovers(folder.parent, folder.name)
         temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
         save_model(temporary, self.model, self.tokenizer)
+        with writing(temporary):
+            write_checksums(temporary)
         return publish(temporary, folder)
 
 
@@ -71,8 +85,9 @@ def save_model(folder: Path, model: Any, tokenizer: Any) -> None:
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    with writing(folder):
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
 
 def publish(temporary: Path, final: Path) -> Path:
@@ -91,8 +106,8 @@ def publish(temporary: Path, final: Path) -> Path:
 
 
 def latest(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint."""
-    checkpoints = _checkpoints(folder)
+    """Return the newest complete checkpoint. It may be damaged: see `checkpoint_damage`."""
+    checkpoints = list_checkpoints(folder)
     return checkpoints[-1] if checkpoints else None
 
 
@@ -104,9 +119,80 @@ def step_of(checkpoint: Path) -> int:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints, and the leftovers of killed saves."""
-    for path in [*_checkpoints(folder)[:-keep], *folder.glob(".*step-*")]:
-        shutil.rmtree(path)
+    """Remove all but the newest `keep` checkpoints, and the leftovers of killed saves.
+
+    Hide them before they are removed: a kill must not leave half a checkpoint with a valid name.
+    """
+    for path in list_checkpoints(folder)[:-keep]:
+        os.rename(path, path.with_name(f".old-{path.name}.{os.getpid()}"))
+    remove_leftovers(folder, "step-")
+
+
+def remove_leftovers(folder: Path, name: str) -> None:
+    """Remove what a killed process left in `folder` while it wrote or removed `name`."""
+    for leftover in folder.glob(f".*{name}*"):
+        shutil.rmtree(leftover)
+
+
+def checkpoint_damage(checkpoint: Path) -> str:
+    """Return what is damaged in a checkpoint, or ""."""
+    try:
+        read_state(checkpoint)
+    except UserError as error:
+        return str(error)
+    if (checkpoint / CHECKSUMS).exists():
+        return find_damage(checkpoint)
+    return _damage_without_checksums(checkpoint)
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """Return the state of a checkpoint. Raise an error if its values are impossible."""
+    try:
+        state = parse_json((checkpoint / STATE).read_bytes(), STATE)
+    except OSError as error:
+        raise UserError(f"{STATE}: {error.strerror}") from error
+    if not isinstance(state, dict):
+        raise UserError(f"{STATE} is not a JSON object")
+    step, folder_step = state.get("step"), step_of(checkpoint)
+    if type(step) is not int or step != folder_step:
+        raise UserError(f"{STATE} has step = {step!r} instead of {folder_step}")
+    num_prompts = state.get("num_prompts_seen", 0)
+    if type(num_prompts) is not int or num_prompts < 0:
+        raise UserError(f"{STATE} has num_prompts_seen = {num_prompts!r}")
+    if not _all_finite(state):
+        raise UserError(f"{STATE} has a number that is not finite")
+    return state
+
+
+def _all_finite(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_all_finite, value.values()))
+    if isinstance(value, list):
+        return all(map(_all_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _damage_without_checksums(checkpoint: Path) -> str:
+    """Check the structure of a checkpoint from a version that wrote no checksums."""
+    tensors = sorted(checkpoint.glob("*.safetensors"))
+    names = {path.name for path in checkpoint.iterdir()}
+    for name in {"config.json", TRAINING} - names:
+        return f"{name} is missing"
+    if len(tensors) < 2:
+        return "the weights are missing"
+    try:
+        for path in checkpoint.glob("*.json"):
+            parse_json(path.read_bytes(), path.name)
+        for path in tensors:
+            with safe_open(path, framework="pt"):
+                pass
+    except (UserError, OSError, SafetensorError) as error:
+        return f"{path.name} cannot be read ({_first_line(error)})"
+    return ""
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def optimizer_tensors(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -118,7 +204,7 @@ def optimizer_tensors(model: Any, optimizer: torch.optim.Optimizer) -> dict[str,
     return tensors
 
 
-def _checkpoints(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints, oldest first."""
     paths = (path for path in folder.glob("step-*") if _NAME.fullmatch(path.name))
     return sorted(paths, key=step_of)

@@ -18,6 +18,7 @@ from typing import Any
 
 import eepo
 from eepo.runs.jsonl import parse_json
+from eepo.runs.writing import writing
 from eepo.types import UserError
 
 METRICS, EVALUATIONS, COMPLETIONS = "metrics.jsonl", "evaluations.jsonl", "completions.jsonl"
@@ -50,7 +51,8 @@ class RunLog:
         )
 
     def append(self, name: str, *rows: dict[str, Any]) -> None:
-        with (self.folder / name).open("a", encoding="utf-8") as file:
+        path = self.folder / name
+        with writing(path), path.open("a", encoding="utf-8") as file:
             for row in rows:
                 file.write(json.dumps(row, ensure_ascii=True) + "\n")
 
@@ -73,8 +75,12 @@ class RunLog:
 def write_atomically(path: Path, text: str) -> None:
     """Write a temporary file and rename it: a reader never sees half a file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        with writing(path):
+            temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def environment(device: str) -> dict[str, Any]:
