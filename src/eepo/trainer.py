@@ -5,6 +5,7 @@ It knows no algorithm beyond `step`, `state` and `load_state`.
 
 from __future__ import annotations
 
+import copy
 import math
 import signal
 import threading
@@ -14,14 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from eepo.algorithm import StepMetrics
 from eepo.config import RunConfig
 from eepo.evaluation.evaluate import Evaluator
-from eepo.model import memory
+from eepo.model import memory, out_of_memory
 from eepo.model.policy import Policy
 from eepo.protocols import Task
 from eepo.runs.alarm import ADVICE, AlarmMonitor, Event
-from eepo.runs.checkpoint import Checkpointer
+from eepo.runs.checkpoint import Checkpointer, latest, step_of
 from eepo.runs.jsonl import read_records
 from eepo.runs.loggers import Logger, evaluation_scalars, metric_scalars
 from eepo.runs.progress import Bar, Progress
@@ -159,7 +162,7 @@ class Trainer:
         sampling = Sampling(
             options.temperature, options.max_new_tokens, settings.seed, f"train/{self.step + 1}"
         )
-        rollout = self.algorithm.step(prompts, sampling, metrics)
+        rollout = self._algorithm_step(prompts, sampling, metrics)
         memory.release_shared_memory(self.policy.device)
         self.step += 1
         self.num_prompts_seen += len(prompts)
@@ -175,6 +178,30 @@ class Trainer:
             self._quick_evaluation()
         return row
 
+    def _algorithm_step(
+        self, prompts: list[Prompt], sampling: Sampling, metrics: StepMetrics
+    ) -> Rollout:
+        """Run one step. If memory runs out before θ changes, save the last finished step."""
+        state = copy.deepcopy(self.algorithm.state())
+        optimizer = self.checkpointer.optimizer
+        with out_of_memory.caught() as failures, _optimizer_calls(optimizer) as calls:
+            return self.algorithm.step(prompts, sampling, metrics)
+        optimizer.zero_grad(set_to_none=True)
+        if not calls and self.step:
+            self.algorithm.load_state(state)
+            self._save()
+        raise self._out_of_memory(failures, metrics.last_phase)
+
+    def _out_of_memory(self, failures: list[str], phase: str) -> UserError:
+        """Say in which phase memory ran out, what to change, and which step is saved."""
+        name, change, option = out_of_memory.advice(self.config, phase)
+        saved = latest(self.checkpointer.folder)
+        return UserError(
+            f"{failures[0]} in the {name} after step {self.step}; {change}; "
+            f"{f'step {step_of(saved)} is saved' if saved else 'no step is saved yet'}; "
+            f"continue with: {resume_command(self.log.folder)}{option}"
+        )
+
     def _evaluate_start(self) -> None:
         if self.config.evaluation.start:
             self._evaluate("full", self.config.evaluation.num_samples, None)
@@ -183,7 +210,7 @@ class Trainer:
 
     def _quick_evaluation(self) -> None:
         settings = self.config.evaluation
-        self._evaluate("quick", settings.quick_samples, settings.quick_problems)
+        self._evaluate("quick", settings.quick_samples, settings.quick_problems or None)
 
     def _evaluate(self, kind: str, num_samples: int, num_problems: int | None) -> None:
         """Evaluate all sets, and write all rows at once: an interruption leaves no partial rows."""
@@ -194,9 +221,11 @@ class Trainer:
         sets = {name: p[:num_problems] for name, p in self.task.evaluation_sets().items()}
         engine = self.evaluator.engine
         engine.load_weights(self.policy.named_weights())
-        with self._evaluation_bar(kind, sets) as bar:
+        with out_of_memory.caught() as failures, self._evaluation_bar(kind, sets) as bar:
             advance = bar.advance if bar else _ignore_progress
             results = self.evaluator.evaluate(sets, num_samples, sampling, advance)
+        if failures:
+            raise self._out_of_memory(failures, "evaluation")
         engine.release_memory()
         rows = [
             {"step": self.step, "kind": kind, "set": name}
@@ -288,6 +317,17 @@ def _completion_rows(step: int, rollout: Rollout, num_prompts: int) -> Iterator[
             if (row, column) in rollout.logprobs_after:
                 fields["logprob_after"] = rollout.logprobs_after[row, column]
             yield fields
+
+
+@contextmanager
+def _optimizer_calls(optimizer: torch.optim.Optimizer) -> Iterator[list[bool]]:
+    """Yield a list that has an entry for every update of the weights that begins inside."""
+    calls: list[bool] = []
+    hook = optimizer.register_step_pre_hook(lambda *_: calls.append(True))
+    try:
+        yield calls
+    finally:
+        hook.remove()
 
 
 @contextmanager

@@ -25,6 +25,7 @@ class StepMetrics:
         self.timer = PhaseTimer(device)
         self.unlearning = UnlearningMetrics()
         self.update = UpdateMetrics()
+        self.last_phase = ""  # the phase that began last; it says where a step failed
         self._device = device
         self._rollout: dict[str, float] = {}
         self._num_tokens = 0
@@ -33,6 +34,7 @@ class StepMetrics:
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Time a phase of the step; the row has it as `seconds/name`."""
+        self.last_phase = name
         return self.timer.phase(name)
 
     def record_rollout(self, rollout: Rollout) -> None:

@@ -109,7 +109,7 @@ class Budget:
         """
         budget, changes = self, dict[str, Any]()
         while (estimate := budget.estimate()).total > self.free:
-            change = _next_change(budget.config, estimate.largest_phase)
+            change = next_change(budget.config, estimate.largest_phase)
             if change is None:
                 return None
             section, knob, value = change
@@ -242,11 +242,15 @@ def checkpoint_bytes(shape: Shape, config: RunConfig) -> int:
     return (weights + optimizer_bytes(shape, config)) * num_checkpoints + weights
 
 
-def _next_change(config: RunConfig, phase: str) -> tuple[str, str, Any] | None:
-    """Return the next knob that makes `phase` smaller, as (section, knob, value)."""
+def next_change(config: RunConfig, phase: str) -> tuple[str, str, Any] | None:
+    """Return the next knob that makes `phase` smaller, as (section, knob, value).
+
+    `phase` is "sampling" or "update". The change makes the run slower, and may be made when a run
+    is resumed. None: no such knob is left.
+    """
     model, max_rows = config.model, config.rollout.max_rows
     if phase == "sampling":
-        return ("rollout", "max_rows", max_rows // 2) if max_rows >= 16 else None
+        return ("rollout", "max_rows", max_rows // 2) if max_rows >= 2 else None
     if not model.gradient_checkpointing:
         return "model", "gradient_checkpointing", True
     if model.micro_batch_tokens >= 2048:
