@@ -17,11 +17,15 @@ from eepo.assemble import build_trainer, check_length
 from eepo.config import (
     AlgorithmConfig,
     CountdownConfig,
+    DatasetConfig,
     ModelConfig,
+    RewardConfig,
     RolloutConfig,
     RunConfig,
     TrainingConfig,
+    WarmupConfig,
 )
+from eepo.evaluation.options import BenchmarkOptions
 from eepo.model.policy import Policy, Scores
 from eepo.runs.progress import Progress
 from eepo.trainer import Trainer
@@ -145,3 +149,53 @@ def test_the_kv_cache_may_keep_memory_that_training_does_not_need(demo_model: An
     larger_model = dataclasses.replace(config.model, micro_batch_tokens=65536)
     larger = dataclasses.replace(config, model=larger_model)
     assert 0 < assemble._cache_bytes(demo_model, larger, free) < cache_bytes < free
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail the test if weights are loaded or created."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("the weights were loaded first")
+
+    monkeypatch.setattr(assemble.loading, "load_model", refuse)
+    monkeypatch.setattr(assemble, "new_model", refuse)
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize("command", ["train", "warmup", "eval"])
+@pytest.mark.parametrize("missing", ["data", "package"])
+def test_missing_data_or_packages_are_reported_before_weights_are_loaded(
+    command: str, missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "grader.py").write_text("import no_such_package\n\ndef grade(gold, text): ...\n")
+    (tmp_path / "some.jsonl").write_text('{"problem": "1 2 3 4 = 10 :", "answer": "5"}\n')
+    file = "none.jsonl" if missing == "data" else "some.jsonl"
+    task = DatasetConfig(train=file, template="{problem}")
+    reward = RewardConfig(name="grader:grade", num_workers=1)
+    progress = Progress(Console(file=io.StringIO()))
+    message = "none.jsonl" if missing == "data" else "the grading process did not start"
+    with pytest.raises(UserError, match=message):
+        if command == "train":
+            config = dataclasses.replace(TINY, task=task, reward=reward)
+            build_trainer(config, tmp_path / "run", resume=False, progress=progress)
+        elif command == "warmup":
+            warmup = WarmupConfig(task=task, reward=reward)
+            assemble.build_warmup(warmup, tmp_path / "run", resume=False, progress=progress)
+        else:
+            options = BenchmarkOptions(
+                "builtin:countdown", (file,), template="{problem}", reward="grader:grade"
+            )
+            assemble.build_evaluation(options, tmp_path / "run", progress)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_missing_engine_is_reported_before_weights_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eepo.rollout.vllm.installed_version", lambda: None)
+    config = dataclasses.replace(TINY, rollout=RolloutConfig(engine="vllm"))
+    with pytest.raises(UserError, match="vLLM is not installed"):
+        build(config, tmp_path / "run")

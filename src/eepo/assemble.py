@@ -40,10 +40,11 @@ from eepo.model import loading, memory
 from eepo.model.compilation import compile_layers, should_compile_layers
 from eepo.model.optimizers import build_optimizer
 from eepo.model.policy import Policy
-from eepo.protocols import RolloutEngine, Task
+from eepo.protocols import Reward, RolloutEngine, Task
 from eepo.rewards import build_grader, build_reward
+from eepo.rewards.isolation import PooledReward
 from eepo.rollout.builtin import builtin_engine
-from eepo.rollout.vllm import VLLMEngine
+from eepo.rollout.vllm import VLLMEngine, check_installed
 from eepo.runs import checkpoint
 from eepo.runs.alarm import AlarmMonitor
 from eepo.runs.checkpoint import Checkpointer
@@ -82,11 +83,14 @@ def build_trainer(config: RunConfig, out: Path, resume: bool, progress: Progress
     check_logger(config.logging)
     start = find_start(config, out, resume)
     device = loading.pick_device(config.model.device)
-    free = memory.free_memory(device)
     tokenizer = loading.load_tokenizer(config.model)
+    task = _task(config.task, tokenizer, config.training.seed, progress)
+    reward = _open(build_reward(config.reward, config.task))
+    _check_engine(config.rollout)
+    # Only now the weights, which can take minutes: what is missing has been reported.
+    free = memory.free_memory(device)
     reference = loading.load_model(config.model, device)
     model = _model_at(config.model, start, device) if start else copy.deepcopy(reference)
-    task = _task(config.task, tokenizer, config.training.seed, progress)
     limit = config.algorithm.max_new_tokens
     check_length(model, _prompts(task, config), "algorithm.max_new_tokens =", limit)
     if mismatch := loading.dtype_mismatch(config, device):
@@ -95,7 +99,6 @@ def build_trainer(config: RunConfig, out: Path, resume: bool, progress: Progress
     # The engine copies the model before the policy replaces its attention.
     engine = _engine(model, tokenizer, config.rollout, config.model.compile, keep)
     policy = _policy(model, config.model)
-    reward = build_reward(config.reward, config.task)
     optimizer = _optimizer(model, config.training)
     algorithm = EEPO(
         policy=policy,
@@ -135,6 +138,9 @@ def build_warmup(config: WarmupConfig, out: Path, resume: bool, progress: Progre
     device = loading.pick_device(config.model.device)
     scratch = config.model.path == "scratch"
     tokenizer = build_tokenizer(config.task) if scratch else loading.load_tokenizer(config.model)
+    task = _task(config.task, tokenizer, 0, progress)
+    reward = _open(build_reward(config.reward, config.task))
+    _check_engine(config.rollout)
     if start:
         model = _model_at(config.model, start, device)
     elif scratch:
@@ -148,9 +154,9 @@ def build_warmup(config: WarmupConfig, out: Path, resume: bool, progress: Progre
     warmup = Warmup(
         config=config,
         policy=policy,
-        evaluator=Evaluator(engine, build_reward(config.reward, config.task)),
+        evaluator=Evaluator(engine, reward),
         checkpointer=Checkpointer(out / "checkpoints", model, tokenizer, optimizer, keep=1),
-        task=_task(config.task, tokenizer, 0, progress),
+        task=task,
         log=open_log(config, out, start, device),
         progress=progress,
     )
@@ -179,7 +185,7 @@ def build_evaluation(
         )
     sets = make_prompt_sets(problems, template, tokenizer, options.max_prompt_tokens)
     dtype = loading.pick_dtype("auto", device)
-    store, reward = Store(out), build_grader(RewardConfig(name=options.reward))
+    store, reward = Store(out), _open(build_grader(RewardConfig(name=options.reward)))
     settings = _evaluation_settings(options, sets)
     settings |= {"template": template, "stop": stop, "dtype": str(dtype)}
     store.check(settings)
@@ -320,6 +326,18 @@ def _task(config: TaskConfig, tokenizer: Any, order_seed: int, progress: Progres
     for note in getattr(task, "notes", ()):
         progress.print(f"note: {note}")
     return task
+
+
+def _open(reward: Reward) -> Reward:
+    """Start the grading process, if the grader has one, so that a missing package is reported."""
+    if isinstance(reward, PooledReward):
+        reward.start()
+    return reward
+
+
+def _check_engine(config: RolloutConfig) -> None:
+    if config.engine == "vllm":
+        check_installed()
 
 
 def _prompts(task: Task, config: RunConfig) -> Iterator[Prompt]:

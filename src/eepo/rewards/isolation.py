@@ -1,8 +1,12 @@
 """Grades in separate processes that can be killed, so that no completion can stop or slow a run.
 
-The time limit is CPU time, which the kernel counts, so a loaded machine changes no verdict.
-Requests and replies are JSON lines. A worker has one request at a time, so a dead worker always
-belongs to a known completion.
+The time limit is CPU time, which the kernel counts, so a loaded machine changes no verdict. A
+wall-clock limit ends functions that wait. Requests and replies are JSON lines. A worker has one
+request at a time, so a dead worker always belongs to a known completion.
+
+A user's function is trusted less than our own code: it may end its process, write into its pipes or
+never return. Each of these gives the completion reward 0. If it happens on many completions in a
+row, the function is at fault, and the run ends with an error.
 """
 
 from __future__ import annotations
@@ -10,8 +14,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import selectors
-import signal
 import subprocess
 import sys
 import threading
@@ -21,15 +25,18 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from eepo.config import RewardConfig
+from eepo.rewards.descendants import kill_tree
 from eepo.types import Prompt, UserError, Verdict
 
 # Characters of a completion that are read, from its end, where the answer is.
 MAX_TEXT = 100_000
 MAX_WORKERS = 8  # by default
-NO_REQUEST = 0  # request id of an idle worker; real ids start at 1
-# Wall-clock limit of one completion, in addition to 20 times the CPU limit. It ends functions that
-# wait for something and use no CPU time.
-BLOCKED_SECONDS = 60.0
+MAX_REPLY = 2**16  # bytes; a worker's own replies are shorter
+MAX_SENDS = 5  # of one request; it is sent again if an idle worker has died
+MAX_LOST = 20  # completions in a row without a verdict, and without reaching a CPU or memory limit
+NO_REQUEST = 0  # request id of an idle worker; real ids are random and positive
+START_SECONDS = 600.0  # for the import of the function's module
+STOP_SECONDS = 0.5  # for a worker that was told to stop, before it is killed
 
 
 class PooledReward:
@@ -40,6 +47,7 @@ class PooledReward:
         self.config = config
         self.num_workers = config.num_workers or min(os.cpu_count() or 1, MAX_WORKERS)
         self._workers: list[_Worker] = []
+        self._losses = _Losses(function)
         self._lock = threading.Lock()
 
     def grade(
@@ -68,6 +76,17 @@ class PooledReward:
         by_pair = dict(zip(distinct, verdicts, strict=True))
         return [by_pair[pair] for pair in pairs]
 
+    def start(self) -> None:
+        """Start one worker and wait until it has imported the function.
+
+        A missing package is then reported before a model is loaded, not at the first completion.
+        """
+        with self._lock:
+            if not self._workers:
+                worker = _Worker(self.function, self.config)
+                worker.wait_until_ready()
+                self._workers.append(worker)
+
     def close(self) -> None:
         """End all workers. The next `grade` starts new ones."""
         for worker in self._workers:
@@ -78,12 +97,13 @@ class PooledReward:
         verdicts: list[Verdict | None] = [None] * len(items)
         remaining = iter(range(len(items)))
         while len(self._workers) < min(self.num_workers, len(items)):
-            self._workers.append(_Worker(self.function, self.config))
+            self._workers.append(_Worker(self.function, self.config, self._losses))
         busy = [worker for worker in self._workers if _send_next(worker, remaining, items)]
         while busy:
-            ready = _with_replies(busy)
+            ready = _wait_for_pipes(busy, min(1.0, self.config.wall_seconds))
             for worker in list(busy):
-                verdict = worker.verdict() if worker in ready else worker.end_if_blocked()
+                verdict = worker.exchange() if worker in ready else None
+                verdict = verdict or worker.end_if_blocked()
                 if verdict is not None:
                     verdicts[worker.item_index] = verdict
                     on_done(worker.item_index)
@@ -92,15 +112,17 @@ class PooledReward:
         return [verdict for verdict in verdicts if verdict is not None]
 
 
-def _with_replies(workers: list[_Worker]) -> set[_Worker]:
-    """Wait at most a second; return the workers with something to read.
+def _wait_for_pipes(workers: list[_Worker], seconds: float) -> set[_Worker]:
+    """Wait at most `seconds`; return the workers that can be read from or written to.
 
-    The selector is new each time, because a restarted worker has a new pipe.
+    The selector is new each time, because a restarted worker has new pipes.
     """
     with selectors.DefaultSelector() as selector:
         for worker in workers:
-            selector.register(worker, selectors.EVENT_READ, worker)
-        return {key.data for key, _ in selector.select(timeout=1.0)}
+            selector.register(worker.stdout, selectors.EVENT_READ, worker)
+            if worker.outgoing:
+                selector.register(worker.stdin, selectors.EVENT_WRITE, worker)
+        return {key.data for key, _ in selector.select(seconds)}
 
 
 def _send_next(worker: _Worker, remaining: Iterator[int], items: list[tuple[str, str]]) -> bool:
@@ -112,114 +134,163 @@ def _send_next(worker: _Worker, remaining: Iterator[int], items: list[tuple[str,
     return True
 
 
+class _Losses:
+    """Counts completions in a row without a verdict, and blames the function for too many."""
+
+    def __init__(self, function: str) -> None:
+        self.function = function
+        self._num_lost = 0
+
+    def add(self, cause: str) -> None:
+        self._num_lost += 1
+        if self._num_lost >= MAX_LOST:
+            raise UserError(
+                f'reward.name = "{self.function}" gave no verdict on {self._num_lost} completions '
+                f"in a row, the last time because of: {cause}"
+            )
+
+    def reset(self) -> None:
+        self._num_lost = 0
+
+
 class _Worker:
     """Controls one process that runs `worker.py`, and restarts it when it is lost."""
 
-    def __init__(self, function: str, config: RewardConfig) -> None:
+    def __init__(self, function: str, config: RewardConfig, losses: _Losses) -> None:
         self.function = function
         self.config = config
         self.item_index = 0  # in the batch, of the item that is being graded
-        self._request_id = NO_REQUEST  # counts up over all batches
-        self._sent_at = 0.0
+        self.outgoing = b""  # bytes of the request that the pipe has not taken yet
+        self._losses = losses
         self._request = b""
+        self._request_id = NO_REQUEST
+        self._sent_at = 0.0
+        self._num_sends = 0
         self._start()
 
     def _start(self) -> None:
         limits = [str(self.config.cpu_seconds), str(self.config.memory_mb)]
-        self._process = subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "eepo.rewards.worker", self.function, *limits],
+            bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C reaches the trainer only, which ends its step first
         )
-        self._stop = weakref.finalize(self, _kill, self._process)
-        self._buffer = b""
-        self._ready = False
-
-    def fileno(self) -> int:
-        assert self._process.stdout is not None
-        return self._process.stdout.fileno()
+        assert process.stdin is not None and process.stdout is not None
+        self.stdin, self.stdout = process.stdin.fileno(), process.stdout.fileno()
+        # A worker that stops reading or writing must not stop the trainer.
+        os.set_blocking(self.stdin, False)
+        os.set_blocking(self.stdout, False)
+        self.stop = weakref.finalize(self, _end, process)
+        self.outgoing, self._incoming, self._ready = b"", b"", False
 
     def send(self, item_index: int, gold: str, text: str) -> None:
         """Send a request. `gold` is JSON already."""
-        self.item_index, self._sent_at = item_index, time.monotonic()
-        self._request_id += 1
+        self.item_index, self._sent_at, self._num_sends = item_index, time.monotonic(), 0
+        # Random, so that a function cannot reply to a request that it has not received.
+        self._request_id = secrets.randbits(62) + 1
         self._request = f"[{self._request_id}, {gold}, {json.dumps(text)}]\n".encode()
+        self._send_request()
+
+    def _send_request(self) -> None:
+        self._num_sends += 1
+        self.outgoing += self._request
         self._write()
 
-    def verdict(self) -> Verdict | None:
-        """Read the verdict on the last request; return None if it is still to come.
+    def _write(self) -> None:
+        """Write what the pipe takes now."""
+        try:
+            self.outgoing = self.outgoing[os.write(self.stdin, self.outgoing) :]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            self.outgoing = b""
+            # If the process never started, the next read reports that.
+            if self._ready and self._num_sends < MAX_SENDS:  # it was killed while it was idle
+                self._restart()
+                self._send_request()
 
-        Other messages may come first: that the process is ready, or that an idle child died.
-        """
-        reply = self._read_reply()
-        while reply and reply.get("request") != self._request_id:
-            self._ready = True
-            if "died" in reply and reply["request"] == NO_REQUEST:
-                # It may have read half of the request. A second verdict on it would be skipped.
-                self._write()
-            if b"\n" not in self._buffer:
-                return None
-            reply = self._read_reply()
-        if reply is None:
-            return self._restart_after_loss()
+    def exchange(self) -> Verdict | None:
+        """Write and read without waiting; return the verdict on the last request if it is there."""
+        if self.outgoing:
+            self._write()
+        try:
+            chunk = os.read(self.stdout, MAX_REPLY)
+        except BlockingIOError:
+            return None
+        if not chunk:
+            return self._restart_after_loss("the end of its process")
+        *lines, self._incoming = (self._incoming + chunk).split(b"\n")
+        if len(self._incoming) > MAX_REPLY:
+            return self._restart_after_loss(f"{MAX_REPLY} bytes in the pipe of the verdicts")
+        for line in lines:
+            try:
+                verdict = self._handle(json.loads(line))
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                return self._restart_after_loss(
+                    f"{line[:40]!r} in the pipe of the verdicts"
+                )
+            if verdict is not None:
+                return verdict
+        return None
+
+    def _handle(self, reply: dict[str, Any]) -> Verdict | None:
+        """Return the verdict on the last request, or None for any other reply."""
+        if "ready" in reply and not self._ready:
+            # The import of the module does not count for the limit of the first completion.
+            self._ready, self._sent_at = True, time.monotonic()
+        elif reply.get("request") == NO_REQUEST:
+            # An idle child has died. It may have read half of the request.
+            if self._num_sends == MAX_SENDS:
+                return self._restart_after_loss(reply["how"])
+            # A second verdict on the request would be skipped.
+            self._send_request()
+        elif reply.get("request") == self._request_id:
+            return self._conclude(reply)
+        return None
+
+    def _conclude(self, reply: dict[str, Any]) -> Verdict:
         if "error" in reply:
             raise UserError(
                 f'reward.name = "{self.function}" failed on a completion: {reply["error"]}'
             )
         if "died" in reply:
+            if "how" in reply:
+                self._losses.add(reply["how"])
             return _ungraded(reply["died"])
-        return Verdict(reply["reward"], reply["answer"], reply["reason"], reply["label"])
+        verdict = Verdict(reply["reward"], reply["answer"], reply["reason"], reply["label"])
+        self._losses.reset()
+        return verdict
 
-    def _write(self) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(self._request)
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            # If the process never started, the next read reports that.
-            if self._ready:  # the process was killed while it was idle
-                self.stop()
-                self._start()
-                self._write()
-
-    def _restart_after_loss(self) -> Verdict:
-        """Restart the process after it ended as a whole, not only its child."""
+    def _restart_after_loss(self, cause: str, reason: str = "crashed") -> Verdict:
+        """Restart the whole process, not only its child."""
         if not self._ready:
             raise UserError(
                 f'reward.name = "{self.function}": the grading process did not start; '
                 "its error is printed above"
             )
+        self._losses.add(cause)
+        self._restart()
+        return _ungraded(reason)
+
+    def _restart(self) -> None:
         self.stop()
         self._start()
-        return _ungraded("crashed")
 
     def end_if_blocked(self) -> Verdict | None:
         """Restart the process if it exceeds the wall-clock limit.
 
         The CPU limit does not end a function that sleeps or waits for a network.
         """
-        if time.monotonic() - self._sent_at < BLOCKED_SECONDS + 20 * self.config.cpu_seconds:
-            return None
-        self.stop()
-        self._start()
-        return _ungraded("time-out")
-
-    def stop(self) -> None:
-        self._stop()
-
-    def _read_reply(self) -> dict[str, Any] | None:
-        """Read the next reply; return None if the process has ended.
-
-        Replies are written in one piece, so that reading one never waits long.
-        """
-        while b"\n" not in self._buffer:
-            chunk = os.read(self.fileno(), 65536)
-            if not chunk:
-                return None
-            self._buffer += chunk
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return json.loads(line)
+        seconds, limit = time.monotonic() - self._sent_at, self.config.wall_seconds
+        if self._ready and seconds > limit:
+            return self._restart_after_loss(f"reward.wall_seconds = {limit:g}", "time-out")
+        if not self._ready and seconds > START_SECONDS:
+            raise UserError(
+                f'reward.name = "{self.function}": the import took over {START_SECONDS:g} s'
+            )
+        return None
 
 
 def _ungraded(reason: str) -> Verdict:
@@ -227,12 +298,15 @@ def _ungraded(reason: str) -> Verdict:
     return Verdict(0.0, f"({reason})", reason)
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process and its forked child, which share a process group."""
-    for stream in (process.stdin, process.stdout):
-        assert stream is not None
-        with contextlib.suppress(BrokenPipeError):
-            stream.close()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a worker and everything that it has started.
+
+    The worker does this itself when its input is closed. If it hangs, it is killed.
+    """
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_SECONDS)
+    kill_tree(process.pid)
     process.wait()
+    process.stdout.close()
