@@ -174,21 +174,21 @@ def test_missing_data_or_packages_are_reported_before_weights_are_loaded(
     file = "none.jsonl" if missing == "data" else "some.jsonl"
     task = DatasetConfig(train=file, template="{problem}")
     reward = RewardConfig(name="grader:grade", num_workers=1)
-    progress = Progress(Console(file=io.StringIO()))
+    out, progress = tmp_path / "run", Progress(Console(file=io.StringIO()))
+    run = dataclasses.replace(TINY, task=task, reward=reward)
+    warmup = WarmupConfig(task=task, reward=reward)
+    evaluation = BenchmarkOptions(
+        "builtin:countdown", (file,), template="{problem}", reward="grader:grade"
+    )
+    builds = {
+        "train": lambda: build_trainer(run, out, resume=False, progress=progress),
+        "warmup": lambda: assemble.build_warmup(warmup, out, resume=False, progress=progress),
+        "eval": lambda: assemble.build_evaluation(evaluation, out, progress),
+    }
     message = "none.jsonl" if missing == "data" else "the grading process did not start"
     with pytest.raises(UserError, match=message):
-        if command == "train":
-            config = dataclasses.replace(TINY, task=task, reward=reward)
-            build_trainer(config, tmp_path / "run", resume=False, progress=progress)
-        elif command == "warmup":
-            warmup = WarmupConfig(task=task, reward=reward)
-            assemble.build_warmup(warmup, tmp_path / "run", resume=False, progress=progress)
-        else:
-            options = BenchmarkOptions(
-                "builtin:countdown", (file,), template="{problem}", reward="grader:grade"
-            )
-            assemble.build_evaluation(options, tmp_path / "run", progress)
-    assert not (tmp_path / "run").exists()
+        builds[command]()
+    assert not out.exists()
 
 
 @pytest.mark.usefixtures("no_weights")
