@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eepo.assemble import new_model
 from eepo.config import CountdownConfig, ScratchConfig
 from eepo.evaluation.estimates import seed_interval
 from eepo.model import optimizers
 from eepo.model.optimizers import BETA_2, MOMENT_BYTES, build_optimizer
 from eepo.model.policy import Policy
+from eepo.model.scratch import new_model
 from eepo.tasks.countdown import Countdown, build_tokenizer
 from eepo.types import Completion, Prompt
 

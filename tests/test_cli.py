@@ -28,8 +28,8 @@ TINY = (
 )
 COMMANDS = {
     "demo": ["--out", "--seeds", "--set"],
-    "warmup": ["RECIPE", "--out", "--set", "--resume"],
-    "train": ["RECIPE", "--out", "--set", "--resume"],
+    "warmup": ["RECIPE", "--out", "--set", "--resume", "--force"],
+    "train": ["RECIPE", "--out", "--set", "--resume", "--force"],
     "compare": ["RECIPES", "--out", "--seeds", "--set", "--equal-time"],
     "sweep": [
         *("RECIPE", "--grid", "--out", "--seeds", "--set"),

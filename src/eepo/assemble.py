@@ -13,13 +13,10 @@ import torch
 from eepo import recipe
 from eepo.algorithm import EEPO
 from eepo.config import (
-    AlarmConfig,
-    LoggingConfig,
     ModelConfig,
     RewardConfig,
     RolloutConfig,
     RunConfig,
-    ScratchConfig,
     SupervisedConfig,
     TaskConfig,
     TrainingConfig,
@@ -40,48 +37,44 @@ from eepo.model import loading, memory
 from eepo.model.compilation import compile_layers, should_compile_layers
 from eepo.model.optimizers import build_optimizer
 from eepo.model.policy import Policy
+from eepo.model.scratch import new_model
 from eepo.protocols import Reward, RolloutEngine, Task
 from eepo.rewards import build_grader, build_reward
 from eepo.rewards.isolation import PooledReward
 from eepo.rollout.builtin import builtin_engine
 from eepo.rollout.vllm import VLLMEngine, check_installed
-from eepo.runs import checkpoint
+from eepo.runs import resume as resuming
 from eepo.runs.alarm import AlarmMonitor
 from eepo.runs.checkpoint import Checkpointer
+from eepo.runs.knobs import check_same
+from eepo.runs.lock import RunLock
 from eepo.runs.loggers import build_logger, check_logger
 from eepo.runs.progress import Progress
+from eepo.runs.resume import Start
 from eepo.runs.runlog import RunLog, resume_command
 from eepo.tasks import build_task, build_tokenizer
 from eepo.trainer import Trainer
 from eepo.types import Prompt, UserError
 from eepo.warmup import Warmup
 
-# Knobs that may change when a run is resumed. Those of [model] and [rollout] concern memory and
-# speed: they may change the last bits of a number, not what is computed.
-FREE_TO_CHANGE = {
-    "model.device",
-    "model.gradient_checkpointing",
-    "model.compile",
-    "model.micro_batch_tokens",
-    "model.head_tokens",
-    "rollout.max_rows",
-    "rollout.gpu_memory_share",
-    "reward.num_workers",
-    "training.num_steps",
-    "training.max_seconds",
-    "training.checkpoint_every",
-    "training.keep_checkpoints",
-    "training.log_completions",
-    "evaluation.start",
-    *(f"alarm.{field.name}" for field in dataclasses.fields(AlarmConfig)),
-    *(f"logging.{field.name}" for field in dataclasses.fields(LoggingConfig)),
-}
 
+def build_trainer(
+    config: RunConfig, out: Path, resume: bool, progress: Progress, force: bool = False
+) -> Trainer:
+    """Return a trainer at step 0, or at the newest intact checkpoint in `out`.
 
-def build_trainer(config: RunConfig, out: Path, resume: bool, progress: Progress) -> Trainer:
-    """Return a trainer at step 0, or at the newest checkpoint in `out`."""
+    It holds the lock of the folder. `force` overrides the checks of `RunLock` and `find_start`.
+    """
     check_logger(config.logging)
-    start = find_start(config, out, resume)
+    check_folder(config, out, resume, force)
+    lock = RunLock(out, force)
+    with lock.released_on_error():
+        start = find_start(config, out, resume, force, progress)
+        return _trainer(config, start, lock, progress)
+
+
+def _trainer(config: RunConfig, start: Start, lock: RunLock, progress: Progress) -> Trainer:
+    out = lock.folder
     device = loading.pick_device(config.model.device)
     tokenizer = loading.load_tokenizer(config.model)
     task = _task(config.task, tokenizer, config.training.seed, progress)
@@ -90,7 +83,8 @@ def build_trainer(config: RunConfig, out: Path, resume: bool, progress: Progress
     # Only now the weights, which can take minutes: what is missing has been reported.
     free = memory.free_memory(device)
     reference = loading.load_model(config.model, device)
-    model = _model_at(config.model, start, device) if start else copy.deepcopy(reference)
+    saved = start.checkpoint
+    model = _model_at(config.model, saved, device) if saved else copy.deepcopy(reference)
     limit = config.algorithm.max_new_tokens
     check_length(model, _prompts(task, config), "algorithm.max_new_tokens =", limit)
     if mismatch := loading.dtype_mismatch(config, device):
@@ -110,8 +104,7 @@ def build_trainer(config: RunConfig, out: Path, resume: bool, progress: Progress
         mini_batch=config.training.prompts_per_mini_batch,
         max_grad_norm=config.training.max_grad_norm,
     )
-    done = checkpoint.step_of(start) if start else 0
-    logger = build_logger(config.logging, out, done, dataclasses.asdict(config), progress)
+    logger = build_logger(config.logging, out, start.step, dataclasses.asdict(config), progress)
     keep_checkpoints = config.training.keep_checkpoints
     trainer = Trainer(
         config=config,
@@ -122,27 +115,39 @@ def build_trainer(config: RunConfig, out: Path, resume: bool, progress: Progress
             out / "checkpoints", model, tokenizer, optimizer, keep_checkpoints
         ),
         task=task,
-        log=open_log(config, out, start, device),
+        log=open_log(config, out, start, progress),
         progress=progress,
         alarm_monitor=AlarmMonitor(config.alarm, out),
         logger=logger,
+        lock=lock,
     )
-    if start:
-        trainer.restore(start)
+    torch.manual_seed(config.training.seed)  # no part of a run uses it; checkpoints contain it
+    if saved:
+        trainer.restore(saved)
     return trainer
 
 
-def build_warmup(config: WarmupConfig, out: Path, resume: bool, progress: Progress) -> Warmup:
-    """Return a warm start at step 0, or at the newest checkpoint in `out`."""
-    start = find_start(config, out, resume)
+def build_warmup(
+    config: WarmupConfig, out: Path, resume: bool, progress: Progress, force: bool = False
+) -> Warmup:
+    """Return a warm start at step 0, or at the newest intact checkpoint in `out`."""
+    check_folder(config, out, resume, force)
+    lock = RunLock(out, force)
+    with lock.released_on_error():
+        start = find_start(config, out, resume, force, progress)
+        return _warmup(config, start, lock, progress)
+
+
+def _warmup(config: WarmupConfig, start: Start, lock: RunLock, progress: Progress) -> Warmup:
+    out, saved = lock.folder, start.checkpoint
     device = loading.pick_device(config.model.device)
     scratch = config.model.path == "scratch"
     tokenizer = build_tokenizer(config.task) if scratch else loading.load_tokenizer(config.model)
     task = _task(config.task, tokenizer, 0, progress)
     reward = _open(build_reward(config.reward, config.task))
     _check_engine(config.rollout)
-    if start:
-        model = _model_at(config.model, start, device)
+    if saved:
+        model = _model_at(config.model, saved, device)
     elif scratch:
         model = new_model(config.scratch, tokenizer, config.supervised.seed).to(device)
     else:
@@ -157,11 +162,13 @@ def build_warmup(config: WarmupConfig, out: Path, resume: bool, progress: Progre
         evaluator=Evaluator(engine, reward),
         checkpointer=Checkpointer(out / "checkpoints", model, tokenizer, optimizer, keep=1),
         task=task,
-        log=open_log(config, out, start, device),
+        log=open_log(config, out, start, progress),
         progress=progress,
+        lock=lock,
     )
-    if start:
-        warmup.restore(start)
+    torch.manual_seed(config.supervised.seed)
+    if saved:
+        warmup.restore(saved)
     return warmup
 
 
@@ -235,10 +242,10 @@ def check_length(model: Any, prompts: Iterable[Prompt], knob: str, max_new_token
         )
 
 
-def find_start(
-    config: RunConfig | WarmupConfig, out: Path, resume: bool, advice: str = ""
-) -> Path | None:
-    """Return the checkpoint to continue from, if there is one. This writes nothing.
+def check_folder(
+    config: RunConfig | WarmupConfig, out: Path, resume: bool, force: bool = False, advice: str = ""
+) -> None:
+    """Raise an error if `out` holds something else than this run. This writes nothing.
 
     `advice` ends the error message if the run in `out` has other knobs.
     """
@@ -246,78 +253,58 @@ def find_start(
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; give a folder")
     if not recipe_file.exists():
-        return None
+        if (names := resuming.run_files(out)) and not (resume and force):
+            raise UserError(
+                f"--out {out} has {', '.join(names)} of a run, but no recipe.toml; use another "
+                "folder, or continue that run with --resume --force"
+            )
+        return
     if not resume:
         raise UserError(
             f"--out {out} already contains a run; add --resume to continue it, or use another "
             "folder"
         )
-    _check_same(config, recipe_file, advice or _advice(config, out))
-    return checkpoint.latest(out / "checkpoints")
+    check_same(
+        config, recipe.load(type(config), recipe_file), recipe_file, advice or _advice(config, out)
+    )
+
+
+def find_start(
+    config: RunConfig | WarmupConfig, out: Path, resume: bool, force: bool, progress: Progress
+) -> Start:
+    """Return where the run in `out` continues. This writes nothing."""
+    check_folder(config, out, resume, force)  # again: another process may have used the folder
+    recipe_file = out / "recipe.toml"
+    before = recipe.load(type(config), recipe_file) if recipe_file.exists() else config
+    loop = before.training if isinstance(before, RunConfig) else before.supervised
+    command = _resume_command(config, out)
+    start = resuming.find_start(out, loop.checkpoint_every, force, command)
+    for note in start.notes:
+        progress.print(f"note: {note}")
+    return start
 
 
 def open_log(
-    config: RunConfig | WarmupConfig, out: Path, start: Path | None, device: torch.device
+    config: RunConfig | WarmupConfig, out: Path, start: Start, progress: Progress
 ) -> RunLog:
-    """Open the records of a run, and drop those after the checkpoint `start`."""
+    """Open the records of a run, and drop those after `start`."""
     log = RunLog(out)
-    log.rewind(checkpoint.step_of(start) if start else 0)
+    for note in resuming.open_records(log, start):
+        progress.print(f"note: {note}")
     log.write_recipe(recipe.dump(config))
-    if start is None:
-        log.write_environment(_describe(device))
+    if start.checkpoint is None:
+        log.write_environment(_describe(loading.pick_device(config.model.device)))
     return log
-
-
-def new_model(scratch: ScratchConfig, tokenizer: Any, seed: int) -> Any:
-    """Return a randomly initialised decoder with the tokenizer's vocabulary."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    if scratch.hidden_size % scratch.num_heads:
-        raise UserError(
-            f"scratch.hidden_size = {scratch.hidden_size} must be a multiple of num_heads = "
-            f"{scratch.num_heads}"
-        )
-    shape = AutoConfig.for_model(
-        scratch.family,
-        vocab_size=len(tokenizer),
-        hidden_size=scratch.hidden_size,
-        intermediate_size=scratch.intermediate_size,
-        num_hidden_layers=scratch.num_layers,
-        num_attention_heads=scratch.num_heads,
-        num_key_value_heads=scratch.num_heads,
-        head_dim=scratch.hidden_size // scratch.num_heads,
-        max_position_embeddings=scratch.max_positions,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(shape)
-
-
-def _check_same(config: RunConfig | WarmupConfig, recipe_file: Path, advice: str) -> None:
-    """Raise an error for the first knob that differs from the run's recipe."""
-    before = dict(_flat(recipe.load(type(config), recipe_file)))
-    for key, new in _flat(config):
-        old = before.get(key)
-        if old != new and key not in FREE_TO_CHANGE:
-            raise UserError(f"{key} = {new!r}, but {recipe_file} has {old!r}; {advice}")
 
 
 def _advice(config: RunConfig | WarmupConfig, out: Path) -> str:
     """Say how to resume. The usual cause of a difference is a forgotten --set."""
-    command = resume_command(out, "warmup" if isinstance(config, WarmupConfig) else "train")
+    command = _resume_command(config, out)
     return f"repeat the same --set, or use another --out, or continue with: {command}"
 
 
-def _flat(config: Any) -> Iterator[tuple[str, Any]]:
-    for key, value in dataclasses.asdict(config).items():
-        if isinstance(value, dict):
-            yield from ((f"{key}.{name}", inner) for name, inner in value.items())
-        else:
-            yield key, value
+def _resume_command(config: RunConfig | WarmupConfig, out: Path) -> str:
+    return resume_command(out, "warmup" if isinstance(config, WarmupConfig) else "train")
 
 
 def _task(config: TaskConfig, tokenizer: Any, order_seed: int, progress: Progress) -> Task:

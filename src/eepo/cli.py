@@ -48,6 +48,14 @@ Overrides = Annotated[
 Resume = Annotated[
     bool, typer.Option("--resume", help="Continue the run in --out from its latest checkpoint.")
 ]
+Force = Annotated[
+    bool,
+    typer.Option(
+        "--force",
+        help="With --resume: continue although all checkpoints are lost or another host may still "
+        "write to --out. Copies of the records are kept.",
+    ),
+]
 Seeds = Annotated[
     int,
     typer.Option("--seeds", min=1, help="Seeds per recipe; the first is the recipe's seed."),
@@ -151,7 +159,13 @@ def demo(out: Out = Path("runs/demo"), seeds: Seeds = 1, overrides: Overrides = 
 
 
 @app.command()
-def warmup(recipe: Recipe, out: Out, overrides: Overrides = None, resume: Resume = False) -> None:
+def warmup(
+    recipe: Recipe,
+    out: Out,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    force: Force = False,
+) -> None:
     """Supervised warm start: train a new or a base model on demonstrations of a task."""
     from eepo import assemble
     from eepo.recipe import load_warmup
@@ -159,12 +173,18 @@ def warmup(recipe: Recipe, out: Out, overrides: Overrides = None, resume: Resume
     progress = Progress()
     _print_if_nothing_to_resume(out, resume, progress)
     config = load_warmup(recipe, overrides or ())
-    final = assemble.build_warmup(config, out, resume, progress).run()
+    final = assemble.build_warmup(config, out, resume, progress, force).run()
     progress.print(f"weights: {final}")
 
 
 @app.command()
-def train(recipe: Recipe, out: Out, overrides: Overrides = None, resume: Resume = False) -> None:
+def train(
+    recipe: Recipe,
+    out: Out,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    force: Force = False,
+) -> None:
     """Train one recipe. It may be stopped at any time; --resume continues as if never stopped."""
     from eepo import assemble
     from eepo.recipe import load_run
@@ -172,7 +192,7 @@ def train(recipe: Recipe, out: Out, overrides: Overrides = None, resume: Resume 
     progress = Progress()
     _print_if_nothing_to_resume(out, resume, progress)
     config = load_run(recipe, overrides or ())
-    final = assemble.build_trainer(config, out, resume, progress).run()
+    final = assemble.build_trainer(config, out, resume, progress, force).run()
     progress.print(f"weights: {final}")
     progress.print(f"write a report with: eepo report {out} --out report.html")
 
@@ -415,7 +435,7 @@ def _print_if_nothing_to_resume(out: Path, resume: bool, progress: Progress) -> 
 
     Scripts may always give --resume, so this is no error. The line helps if --out is misspelt.
     """
-    if resume and not (out / "recipe.toml").exists():
+    if resume and not any((out / name).exists() for name in ("recipe.toml", "metrics.jsonl")):
         progress.print(f"no run in {out} yet: starts at step 1")
 
 

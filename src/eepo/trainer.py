@@ -24,10 +24,12 @@ from eepo.model import memory, out_of_memory
 from eepo.model.policy import Policy
 from eepo.protocols import Task
 from eepo.runs.alarm import ADVICE, AlarmMonitor, Event
-from eepo.runs.checkpoint import Checkpointer, latest, step_of
+from eepo.runs.checkpoint import Checkpointer, latest, step_of, weights_damage
 from eepo.runs.jsonl import read_records
+from eepo.runs.lock import RunLock
 from eepo.runs.loggers import Logger, evaluation_scalars, metric_scalars
 from eepo.runs.progress import Bar, Progress
+from eepo.runs.resume import FINAL, save_checkpoint
 from eepo.runs.runlog import (
     ALARMS,
     COMPLETIONS,
@@ -69,6 +71,7 @@ class Trainer:
     progress: Progress
     alarm_monitor: AlarmMonitor
     logger: Logger
+    lock: RunLock  # of the run folder
     step: int = 0  # finished steps
     num_prompts_seen: int = 0
     seconds: float = 0.0  # training time of the finished steps
@@ -91,9 +94,10 @@ class Trainer:
             return self._run()
         finally:
             self.logger.close()
+            self.lock.release()
 
     def _run(self) -> Path:
-        if self.step == 0 and not self._evaluated("full", "quick"):
+        if self.step == 0 and not self.log.has_evaluation(0, "full", "quick"):
             self._evaluate_start()
         with self._training_bar() as bar, _stop_signals() as stop:
             while not self.done:
@@ -108,8 +112,11 @@ class Trainer:
         return self._finish()
 
     def _finish(self) -> Path:
-        final, evaluated = self.log.folder / "final", self._evaluated("full")
-        if not evaluated or not final.exists():
+        final, evaluated = self.log.folder / FINAL, self.log.has_evaluation(self.step, "full")
+        damage = weights_damage(final)
+        if damage and final.exists():
+            self.progress.print(f"note: {final} is damaged: {damage}; it is written again")
+        if not evaluated or damage:
             self.checkpointer.save_final(final)
         if not evaluated:
             self._evaluate("full", self.config.evaluation.num_samples, None)
@@ -247,14 +254,9 @@ class Trainer:
         with self.progress.bar(title, sum(map(len, sets.values()))) as bar:
             yield bar
 
-    def _evaluated(self, *kinds: str) -> bool:
-        path = self.log.folder / EVALUATIONS
-        rows = read_records(path) if path.exists() else ()
-        return any(row["step"] == self.step and row["kind"] in kinds for row in rows)
-
     def _save(self) -> None:
         state = {"num_prompts_seen": self.num_prompts_seen} | self.algorithm.state()
-        self.checkpointer.save(self.step, state)
+        save_checkpoint(self.checkpointer, self.log, self.step, state)
 
 
 def trained_seconds(folder: Path) -> float:
@@ -263,23 +265,27 @@ def trained_seconds(folder: Path) -> float:
     The order of the sum is that of training, so a resumed run has the same value bit for bit.
     """
     total = 0.0
-    for row in read_records(folder / METRICS):
-        total += row["seconds/total"]
+    path = folder / METRICS
+    for row in read_records(path, on_damage=lambda error: None) if path.exists() else ():
+        total += row.get("seconds/total", 0.0)
     return total
 
 
 def is_finished(config: RunConfig, folder: Path) -> bool:
-    """Return whether the run in `folder` is complete. The full evaluation is its last record."""
+    """Return whether the run in `folder` is complete and undamaged.
+
+    The full evaluation is the last record of a run.
+    """
     files = (folder / METRICS, folder / EVALUATIONS)
-    if not (folder / "final").is_dir() or not all(path.is_file() for path in files):
+    if not all(path.is_file() for path in files):
         return False
-    step = max((row["step"] for row in read_records(folder / METRICS)), default=0)
-    evaluated = any(
-        row["step"] == step and row["kind"] == "full" for row in read_records(folder / EVALUATIONS)
-    )
+    damage: list[str] = []
+    metrics, evaluations = (list(read_records(path, damage.append)) for path in files)
+    step = max((row["step"] for row in metrics), default=0)
+    evaluated = any(row["step"] == step and row.get("kind") == "full" for row in evaluations)
     limit = config.training.max_seconds
     enough = step >= config.training.num_steps or 0 < limit <= trained_seconds(folder)
-    return evaluated and enough
+    return evaluated and enough and not damage and not weights_damage(folder / FINAL)
 
 
 def _ignore_progress(num_done: int) -> None:

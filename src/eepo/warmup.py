@@ -20,8 +20,10 @@ from eepo.config import SupervisedConfig, WarmupConfig
 from eepo.evaluation.evaluate import Evaluator
 from eepo.model.policy import Policy, Scores
 from eepo.protocols import Task
-from eepo.runs.checkpoint import Checkpointer
+from eepo.runs.checkpoint import Checkpointer, weights_damage
+from eepo.runs.lock import RunLock
 from eepo.runs.progress import Progress
+from eepo.runs.resume import FINAL, save_checkpoint
 from eepo.runs.runlog import EVALUATIONS, METRICS, RunLog
 from eepo.types import Completion, Prompt, Sampling
 
@@ -39,6 +41,7 @@ class Warmup:
     task: Task
     log: RunLog
     progress: Progress
+    lock: RunLock  # of the run folder
     step: int = 0  # finished steps
 
     def restore(self, folder: Path) -> None:
@@ -47,24 +50,42 @@ class Warmup:
 
     def run(self) -> Path:
         """Train to the last step, evaluate, and return the folder of the final weights."""
+        try:
+            self._train()
+            return self._finish()
+        finally:
+            self.lock.release()
+
+    def _train(self) -> None:
         settings = self.config.supervised
         batches = _Demonstrations(self.task, self.checkpointer.tokenizer, settings, self.step)
-        loader = DataLoader(batches, batch_size=None, num_workers=settings.num_workers)
+        loader = DataLoader(
+            batches,
+            batch_size=None,
+            num_workers=settings.num_workers,
+            generator=torch.Generator(),  # else the loader draws from torch's global state
+        )
         with self.progress.bar(f"warm up {self.config.name}", settings.num_steps, self.step) as bar:
             for pairs, first_tokens in loader:
                 row = self._one_step(pairs, first_tokens)
                 self.log.append(METRICS, row)
                 bar.advance(note=f"loss {row['loss']:.4f}")
                 if self._checkpoint_due():
-                    self.checkpointer.save(self.step, {})
-        final = self.log.folder / "final"
-        if not final.exists():  # it exists if a finished warm start is resumed
+                    save_checkpoint(self.checkpointer, self.log, self.step, {})
+
+    def _finish(self) -> Path:
+        final = self.log.folder / FINAL
+        damage = weights_damage(final)
+        if not damage:  # a finished warm start is resumed
+            return final
+        if final.exists():
+            self.progress.print(f"note: {final} is damaged: {damage}; it is written again")
+        if not self.log.has_evaluation(self.step, "full"):
             self._evaluate()
-            for line in describe_policy(self.task, self.policy, self.evaluator):
-                self.progress.print(line)
-            self.policy.model.to(getattr(torch, settings.save_dtype))
-            self.checkpointer.save_final(final)
-        return final
+        for line in describe_policy(self.task, self.policy, self.evaluator):
+            self.progress.print(line)
+        self.policy.model.to(getattr(torch, self.config.supervised.save_dtype))
+        return self.checkpointer.save_final(final)
 
     def _checkpoint_due(self) -> bool:
         """Also save the last step: the evaluation after it may take long and be interrupted."""

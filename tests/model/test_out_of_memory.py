@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from eepo.assemble import FREE_TO_CHANGE
 from eepo.config import AlgorithmConfig, ModelConfig, RolloutConfig, RunConfig, TrainingConfig
 from eepo.model.out_of_memory import advice, caught, is_out_of_memory
+from eepo.runs.knobs import FREE_TO_CHANGE
 
 GPU = (
     "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of "

@@ -100,7 +100,7 @@ def test_a_device_that_vllm_would_use_is_accepted(device: str, platform: str) ->
 
 
 def test_gpu_memory_share_may_change_when_a_run_is_resumed() -> None:
-    from eepo.assemble import FREE_TO_CHANGE
+    from eepo.runs.knobs import FREE_TO_CHANGE
 
     knobs: dict[str, Any] = dataclasses.asdict(run_config().rollout)
     assert {f"rollout.{name}" for name in knobs} & FREE_TO_CHANGE == {

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eepo import recipe
-from eepo.assemble import build_trainer, find_start
+from eepo.assemble import build_trainer, check_folder
 from eepo.config import RunConfig
 from eepo.runs.progress import Progress
 from eepo.trainer import Interrupted, Stopped, trained_seconds
@@ -111,4 +111,4 @@ def _check_folder(config: RunConfig, folder: Path, by_time: bool) -> None:
                 f"limited by {limits[by_time]}; give another --out"
             )
     advice = "give the same recipes and --set again, or another --out"
-    find_start(config, folder, resume=True, advice=advice)
+    check_folder(config, folder, resume=True, advice=advice)

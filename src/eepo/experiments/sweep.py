@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from eepo import recipe
-from eepo.assemble import find_start
+from eepo.assemble import check_folder
 from eepo.config import RunConfig
 from eepo.experiments.processes import Job, failure_reason, run_jobs
 from eepo.model import loading
@@ -204,9 +204,9 @@ def _check_folder(sweep: Sweep) -> None:
     if (sweep.out / METRICS).exists():
         raise UserError(f"--out {sweep.out} holds a run; give another folder")
     advice = "give the same recipe and --set again, or another --out"
-    find_start(sweep.base, sweep.out, True, advice)
+    check_folder(sweep.base, sweep.out, True, advice=advice)
     for point, seed in sweep.runs:
-        find_start(point.run_config(seed), sweep.folder(point, seed), True, advice)
+        check_folder(point.run_config(seed), sweep.folder(point, seed), True, advice=advice)
 
 
 def check_set(sweep: Sweep, name: str) -> None:

@@ -16,6 +16,7 @@ from transformers.utils import logging
 from eepo.config import ModelConfig, RunConfig
 from eepo.model import smollm2
 from eepo.runs import checkpoint
+from eepo.runs.checksums import CHECKSUMS, find_damage
 from eepo.types import UserError
 
 BUILTIN = Path(__file__).parents[1] / "assets"
@@ -70,7 +71,9 @@ def resolve(path: str) -> str:
         return str(smollm2.converted_folder())
     folder = Path(path).expanduser()
     for candidate in (folder, folder / "final", checkpoint.latest(folder / "checkpoints")):
-        if candidate is not None and (candidate / "config.json").is_file():
+        if candidate is not None and any(
+            (candidate / name).is_file() for name in ("config.json", CHECKSUMS)
+        ):
             return str(candidate)
     if folder.is_dir() or path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise UserError(
@@ -121,6 +124,7 @@ def load_model(
     config: ModelConfig, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> Any:
     """Load a model with dropout turned off, so that training and sampling are the same function."""
+    _check_intact(config.path)
     model = _load(AutoModelForCausalLM, config, dtype=dtype).to(device)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -139,6 +143,16 @@ def load_model(
     else:
         model.eval()
     return model
+
+
+def _check_intact(path: str) -> None:
+    """Raise an error if weights that eepo saved have changed since."""
+    folder = Path(resolve(path))
+    if damage := find_damage(folder, ignore=(checkpoint.TRAINING, checkpoint.STATE)):
+        raise UserError(
+            f'model.path = "{path}": {folder} is damaged: {damage}; if you changed it yourself, '
+            f"delete {CHECKSUMS} there"
+        )
 
 
 def _load(loader: Any, config: ModelConfig, **options: Any) -> Any:

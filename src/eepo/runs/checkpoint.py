@@ -23,7 +23,7 @@ from torch import Tensor
 
 from eepo.runs.checksums import CHECKSUMS, find_damage, write_checksums
 from eepo.runs.jsonl import parse_json
-from eepo.runs.writing import writing
+from eepo.runs.writing import flush_to_disk, writing
 from eepo.types import UserError
 
 TRAINING, STATE = "training.safetensors", "state.json"
@@ -93,7 +93,7 @@ def save_model(folder: Path, model: Any, tokenizer: Any) -> None:
 def publish(temporary: Path, final: Path) -> Path:
     """Rename `temporary` to `final` after its contents are safely on disk."""
     for path in [*temporary.rglob("*"), temporary]:
-        _fsync(path)
+        flush_to_disk(path)
     if final.exists():  # an earlier save of the same step; a folder cannot be replaced in one call
         old = final.with_name(f".old-{final.name}.{os.getpid()}")
         os.rename(final, old)
@@ -101,7 +101,7 @@ def publish(temporary: Path, final: Path) -> Path:
         shutil.rmtree(old)
     else:
         os.rename(temporary, final)
-    _fsync(final.parent)
+    flush_to_disk(final.parent)
     return final
 
 
@@ -130,8 +130,15 @@ def prune(folder: Path, keep: int) -> None:
 
 def remove_leftovers(folder: Path, name: str) -> None:
     """Remove what a killed process left in `folder` while it wrote or removed `name`."""
-    for leftover in folder.glob(f".*{name}*"):
+    for leftover in folder.glob(f".*{name}*.*"):
         shutil.rmtree(leftover)
+
+
+def weights_damage(folder: Path) -> str:
+    """Return what is damaged in a folder of final weights, or ""."""
+    if not (folder / "config.json").is_file():
+        return "config.json is missing"
+    return find_damage(folder)
 
 
 def checkpoint_damage(checkpoint: Path) -> str:
@@ -208,11 +215,3 @@ def list_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints, oldest first."""
     paths = (path for path in folder.glob("step-*") if _NAME.fullmatch(path.name))
     return sorted(paths, key=step_of)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,7 +1,8 @@
 """Writes the records of a run folder: recipe, environment, and JSON Lines files.
 
-Lines are flushed as they are written, so a killed run keeps all complete lines. On resume, the
-lines of steps after the checkpoint are dropped, because those steps run again.
+Lines are flushed as they are written, so a killed run keeps all complete lines. Before a checkpoint
+is saved, they are flushed to the disk. On resume, the lines of steps after the checkpoint are
+dropped, because those steps run again.
 """
 
 from __future__ import annotations
@@ -12,17 +13,21 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import eepo
-from eepo.runs.jsonl import parse_json
-from eepo.runs.writing import writing
+from eepo.runs.jsonl import read_records
+from eepo.runs.rewind import rewind
+from eepo.runs.writing import flush_to_disk, writing
 from eepo.types import UserError
 
 METRICS, EVALUATIONS, COMPLETIONS = "metrics.jsonl", "evaluations.jsonl", "completions.jsonl"
 ALARMS = "alarms.jsonl"
+RECORDS = (METRICS, EVALUATIONS, COMPLETIONS, ALARMS)
+LAST_CHECKPOINT = "last_checkpoint.json"  # {"step": N}: tells "never saved" from "lost"
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "tokenizers")
 
 
@@ -37,6 +42,7 @@ class RunLog:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.num_rows = dict.fromkeys(RECORDS, 0)
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -55,21 +61,45 @@ class RunLog:
         with writing(path), path.open("a", encoding="utf-8") as file:
             for row in rows:
                 file.write(json.dumps(row, ensure_ascii=True) + "\n")
+        if name in self.num_rows:
+            self.num_rows[name] += len(rows)
 
-    def rewind(self, step: int) -> None:
-        """Drop the lines after `step`, unfinished lines, and leftovers of a killed rewind."""
+    def has_evaluation(self, step: int, *kinds: str) -> bool:
+        path = self.folder / EVALUATIONS
+        rows = read_records(path) if path.exists() else ()
+        return any(row["step"] == step and row.get("kind") in kinds for row in rows)
+
+    def flush_to_disk(self) -> None:
+        """Wait until all records are on the disk: a checkpoint must not go further than they do."""
+        for path in [*(self.folder / name for name in RECORDS), self.folder]:
+            if path.exists():
+                flush_to_disk(path)
+
+    def write_last_checkpoint(self, step: int) -> None:
+        write_atomically(self.folder / LAST_CHECKPOINT, json.dumps({"step": step}) + "\n")
+
+    def rewind(
+        self, step: int, num_expected: Mapping[str, int] | None = None, keep_copies: bool = False
+    ) -> list[str]:
+        """Drop the lines after `step`, unfinished lines, and leftovers of a killed rewind.
+
+        `num_expected` has the number of rows that each file must have up to `step`. Return a line
+        for each damaged file, and with `keep_copies` a line that names the copies.
+        """
         for leftover in self.folder.glob(".*.jsonl.*"):
             leftover.unlink()
-        for name in (METRICS, EVALUATIONS, COMPLETIONS, ALARMS):
-            path = self.folder / name
-            if path.exists():
-                before = path.read_text(encoding="utf-8")
-                kept = [line for line in before.splitlines(keepends=True) if line.endswith("\n")]
-                steps = (parse_json(line.encode(), str(path))["step"] for line in kept)
-                pairs = zip(kept, steps, strict=True)
-                after = "".join(line for line, at in pairs if at <= step)
-                if after != before:
-                    write_atomically(path, after)
+        notes, copies = [], []
+        for name in RECORDS:
+            expected = (num_expected or {}).get(name, 0)
+            done = rewind(self.folder / name, step, expected, name == METRICS, keep_copies)
+            self.num_rows[name] = done.num_rows
+            if done.is_damaged:
+                notes.append(done.line())
+            elif done.copy:
+                copies.append(done.copy.name)
+        if copies:
+            notes.append(f"the rows after step {step} are dropped; copies: {', '.join(copies)}")
+        return notes
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -78,6 +108,7 @@ def write_atomically(path: Path, text: str) -> None:
     try:
         with writing(path):
             temporary.write_text(text, encoding="utf-8")
+            flush_to_disk(temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -1,7 +1,8 @@
-"""Names the file in errors of the operating system, such as a full disk."""
+"""Writes to disk: flushes files, and names the file in errors such as a full disk."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterator
@@ -28,3 +29,18 @@ def writing(path: Path) -> Iterator[None]:
         if number is None:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+
+
+def flush_to_disk(path: Path) -> None:
+    """Wait until the contents of a file or a folder are on the disk (`fsync`)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def free_name(path: Path) -> Path:
+    """Return the first of `path-1`, `path-2` and so on that does not exist."""
+    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(1))
+    return next(name for name in numbered if not name.exists())
