@@ -173,14 +173,14 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
-        return _load_toml(path.read_text(encoding="utf-8"), str(path))
+        return load_toml(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not valid TOML: {error}") from error
 
 
-def _load_toml(text: str, source: str) -> dict[str, Any]:
+def load_toml(text: str, source: str) -> dict[str, Any]:
     """Parse TOML, and refuse valid TOML that no knob can hold.
 
     This is deep nesting, an integer of thousands of digits, or a NUL character.
@@ -192,7 +192,8 @@ def _load_toml(text: str, source: str) -> dict[str, Any]:
     except RecursionError:
         raise UserError(f"{source}: nested deeper than {MAX_DEPTH} levels") from None
     except ValueError as error:  # an integer of 5,000 digits
-        raise UserError(f"{source}: {error}") from None
+        reason = str(error).partition(";")[0]
+        raise UserError(f"{source}: {reason}") from None
     _check_contents(tables, source)
     return tables
 
@@ -246,7 +247,7 @@ def _override(tables: dict[str, Any], override: str, kind: Any) -> str:
 def _override_value(text: str, source: str) -> Any:
     """Read the value of an override. What is not one TOML value is a string."""
     try:
-        tables = _load_toml(f"value = {text}", source)
+        tables = load_toml(f"value = {text}", source)
     except tomllib.TOMLDecodeError:
         tables = {}
     if len(tables) == 1:

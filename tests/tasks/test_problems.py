@@ -289,6 +289,87 @@ def test_unreadable_parquet_files_are_refused(
     assert 'pip install "eepo[data]"' in error_of(str(path))
 
 
+def bytes_as_text(pyarrow: Any, values: list[bytes]) -> Any:
+    """Return a string column with any bytes, as programs that do not check write it."""
+    array = pyarrow.array(values, pyarrow.binary())
+    return pyarrow.Array.from_buffers(pyarrow.string(), len(array), array.buffers())
+
+
+ODD_COLUMNS = {
+    "invalid UTF-8": lambda pa: bytes_as_text(pa, [b"5", b"\xff"]),
+    "dates after the year 9999": lambda pa: pa.array([0, 2**62]).view(pa.timestamp("ms")),
+    "dates of an unknown time zone": lambda pa: pa.array([0, 1]).view(
+        pa.timestamp("us", tz="Mars/Olympus")
+    ),
+    "durations of more than 10^9 days": lambda pa: pa.array([0, 2**62]).view(pa.duration("s")),
+    "nested lists": lambda pa: pa.array([[["1"]], [["2"]]]),
+    "two columns of one name": lambda pa: pa.array(["1", "2"]),
+}
+
+
+@pytest.mark.parametrize("kind", ODD_COLUMNS)
+def test_odd_columns_of_parquet_files_are_refused(kind: str, tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    names = ["problem", "answer", "answer" if kind == "two columns of one name" else "id"]
+    columns = [pa.array(["1+1?", "2+2?"]), ODD_COLUMNS[kind](pa), pa.array(["a", "b"])]
+    parquet.write_table(pa.Table.from_arrays(columns, names=names), tmp_path / "p.parquet")
+    message = error_of(str(tmp_path / "p.parquet"))
+    assert str(tmp_path / "p.parquet") in message
+    assert "answer" in message
+
+
+def nested(levels: int) -> list[Any]:
+    value: list[Any] = ["1"]
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("levels", [1, 300, 900])
+@pytest.mark.parametrize("column", ["problem", "answer"])
+def test_nested_lists_are_refused(column: str, levels: int, tmp_path: Path) -> None:
+    row = {"problem": "1+1?", "answer": "2"} | {column: nested(levels)}
+    message = error_of(write_lines(tmp_path / "p.jsonl", [row]))
+    assert f"{column} must be" in message
+    assert len(message) < 300
+
+
+def test_nested_lists_in_other_columns_are_ignored(tmp_path: Path) -> None:
+    deep = nested(900)
+    problem = read_single(tmp_path, level=deep, id=deep, solution=deep, other=deep)
+    assert (problem.id, problem.level, problem.solution) == ("one/0", None, None)
+
+
+@pytest.mark.parametrize("column", ["id", "problem", "answer", "solution"])
+@pytest.mark.parametrize("character", ["\ud800", "\0"])
+def test_lone_surrogates_and_nul_are_refused(column: str, character: str, tmp_path: Path) -> None:
+    """They cannot be written to records, or break tokenizers."""
+    row = {"problem": "1+1?", "answer": "2"} | {column: f"a{character}"}
+    assert "lone surrogate" in error_of(write_lines(tmp_path / "p.jsonl", [row]))
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x" * 300 + ".jsonl", "/".join(["x" * 200] * 30)])
+def test_names_that_no_file_can_have_are_refused(name: str, tmp_path: Path) -> None:
+    for data_dir in ("", str(tmp_path), "x" * 300):
+        message = error_of(name, data_dir=data_dir)
+        assert "no such file" in message or "is neither a" in message
+
+
+def test_a_folder_is_no_data_file(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").mkdir()
+    assert "no such file" in error_of(str(tmp_path / "p.jsonl"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that cannot be read")
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+def test_a_file_that_cannot_be_read_is_refused(suffix: str, tmp_path: Path) -> None:
+    """/proc/self/mem can be opened, but address 0 cannot be read, even by root."""
+    path = tmp_path / f"p{suffix}"
+    path.symlink_to("/proc/self/mem")
+    assert str(path) in error_of(str(path))
+
+
 def test_sources_that_are_neither_file_nor_hub_name_are_refused(tmp_path: Path) -> None:
     message = error_of("nowhere/p.jsonl", data_dir=str(tmp_path))
     assert "no such file" in message

@@ -59,16 +59,15 @@ def _rows(path: Path, skip_unfinished: bool) -> Iterator[tuple[str, Any]]:
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
     """Yield (`file:line`, bytes). Of a line that is too long, yield only the beginning."""
     try:
-        file = path.open("rb")
+        with path.open("rb") as file:
+            number = 0
+            while line := file.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                yield f"{path}:{number}", line
+                while len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
+                    line = file.readline(MAX_LINE_BYTES + 1)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
-    with file:
-        number = 0
-        while line := file.readline(MAX_LINE_BYTES + 1):
-            number += 1
-            yield f"{path}:{number}", line
-            while len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
-                line = file.readline(MAX_LINE_BYTES + 1)
 
 
 def _damaged_line(line: bytes, where: str) -> UserError:

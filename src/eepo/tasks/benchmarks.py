@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,7 +100,7 @@ def load_benchmark(name: str, data_dir: str = "") -> list[Problem]:
         return read_problems(benchmark.hub, benchmark.columns, benchmark.split)
     folder = Path(data_dir)
     paths = [folder / f"{stem}{suffix}" for stem in benchmark.stems() for suffix in SUFFIXES]
-    file = next((path for path in paths if path.is_file()), None)
+    file = next((path for path in paths if os.path.isfile(path)), None)
     if file is None:
         names = ", ".join(path.name for path in paths)
         raise UserError(f"benchmark {name}: no file in {data_dir}; looked for {names}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,14 +43,15 @@ def short_name(source: str) -> str:
 def column_names(file: Path) -> list[str]:
     """Return the columns of a Parquet file, or of the first row of a JSON file."""
     if file.suffix == ".parquet":
-        return list(_open_parquet(file).schema_arrow.names)
+        return _parquet_columns(_open_parquet(file), file)
     first_row = next(_READERS[file.suffix](file, Columns()), None)
     return list(first_row[1]) if first_row else []
 
 
 def find_file(source: str, data_dir: str) -> Path | None:
     """Look for the file in `data_dir`, then in the working directory."""
-    return next((path for path in _paths(source, data_dir) if path.is_file()), None)
+    # Unlike Path.is_file, os.path.isfile is false for names that are too long.
+    return next((path for path in _paths(source, data_dir) if os.path.isfile(path)), None)
 
 
 def _paths(source: str, data_dir: str) -> list[Path]:
@@ -100,33 +103,57 @@ def _json_rows(file: Path, columns: Columns) -> Iterator[Row]:
 
 def _parquet_rows(file: Path, columns: Columns) -> Iterator[Row]:
     table = _open_parquet(file)
-    from pyarrow import ArrowException
-
-    try:
-        names = table.schema_arrow.names
-        check_columns(names, columns, str(file))
-        used = [name for name in names if name in columns.used()]
-        index = 0
+    names = _parquet_columns(table, file)
+    check_columns(names, columns, str(file))
+    used = [name for name in names if name in columns.used()]
+    index = 0
+    with _parquet_errors(str(file)):
         for batch in table.iter_batches(1024, columns=used):
-            for row in batch.to_pylist():
-                yield f"{file}: row {index}", row
+            where = f"{file}: rows {index} to {index + batch.num_rows - 1}"
+            cells = [_cells(batch.column(name), f"{where}, column {name!r}") for name in used]
+            for values in zip(*cells, strict=True):
+                yield f"{file}: row {index}", dict(zip(used, values, strict=True))
                 index += 1
-    except (ArrowException, OSError) as error:
-        raise UserError(f"{file}: not a readable parquet file ({_first_line(error)})") from None
+
+
+def _cells(column: Any, where: str) -> list[Any]:
+    with _parquet_errors(where):
+        return list(column.to_pylist())
+
+
+def _parquet_columns(table: Any, file: Path) -> list[str]:
+    with _parquet_errors(str(file)):
+        names = list(table.schema_arrow.names)
+    if len(set(names)) < len(names):
+        raise UserError(f"{file}: two columns have the same name; columns: {', '.join(names)}")
+    return names
 
 
 def _open_parquet(file: Path) -> Any:
     try:
-        from pyarrow import ArrowException
+        import pyarrow  # noqa: F401
         from pyarrow.parquet import ParquetFile
     except ImportError:
         raise UserError(
             f'{file}: reading parquet needs pyarrow: pip install "eepo[data]"'
         ) from None
-    try:
+    with _parquet_errors(str(file)):
         return ParquetFile(file)
-    except (ArrowException, OSError) as error:
-        raise UserError(f"{file}: not a readable parquet file ({_first_line(error)})") from None
+
+
+@contextmanager
+def _parquet_errors(where: str) -> Iterator[None]:
+    """Turn pyarrow's errors about the contents of a file into a UserError.
+
+    Besides its own errors, it raises the errors of Python for texts that are not UTF-8, for dates
+    that Python cannot represent, and for unknown time zones.
+    """
+    from pyarrow import ArrowException
+
+    try:
+        yield
+    except (ArrowException, OSError, ValueError, OverflowError, LookupError) as error:
+        raise UserError(f"{where}: not a readable parquet file ({_first_line(error)})") from None
 
 
 def _hub_rows(name: str, part: str, split: str, columns: Columns) -> Iterator[Row]:

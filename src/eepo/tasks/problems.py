@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,10 @@ __all__ = [
     "short_name",
     "split_at_mark",
 ]
+
+# For error messages: `repr` cannot show a list of a thousand levels.
+_REPR = reprlib.Repr()
+_REPR.maxlevel, _REPR.maxstring, _REPR.maxother = 3, 60, 60
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ def _problem(row: dict[str, Any], where: str, columns: Columns, default_id: str)
             f"{where}: {columns.answer} has no final answer, got {_short(row[columns.answer])}"
         )
     solution = row.get("solution") if final_answer is None else cell
-    for value in (text, cell, solution):
+    for value in (text, cell, solution, row.get("id")):
         _check_characters(value, where)
     return Problem(
         id=_id(row.get("id"), default_id),
@@ -109,7 +114,7 @@ def _cell_text(value: Any, where: str) -> str:
 
     A list of several answers is joined with commas: OlympiadBench on the hub has such lists.
     """
-    if isinstance(value, list):
+    if isinstance(value, list) and not any(isinstance(item, list) for item in value):
         return ", ".join(_without_dollars(_cell_text(item, where)) for item in value)
     if value is None:
         return ""
@@ -168,7 +173,8 @@ def _id(value: Any, default: str) -> str:
 
 def _level(value: Any) -> int | None:
     """Read 5, 5.0, "5" and "Level 5" as 5; return None for other values ("Level ?" in MATH)."""
-    number = re.fullmatch(r"(?:level\s*)?(\d{1,3})(?:\.0)?", str(value).strip().lower())
+    text = str(value).strip().lower() if isinstance(value, str | int | float) else ""
+    number = re.fullmatch(r"(?:level\s*)?(\d{1,3})(?:\.0)?", text)
     return int(number[1]) if number else None
 
 
@@ -194,5 +200,5 @@ def _check_characters(text: Any, where: str) -> None:
 
 
 def _short(value: Any) -> str:
-    shown = repr(value)
+    shown = _REPR.repr(value)
     return shown if len(shown) <= 60 else shown[:57] + "..."
