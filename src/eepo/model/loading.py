@@ -17,7 +17,7 @@ from eepo.config import ModelConfig, RunConfig
 from eepo.model import smollm2
 from eepo.runs import checkpoint
 from eepo.runs.checksums import CHECKSUMS, find_damage
-from eepo.types import UserError
+from eepo.types import UserError, printable
 
 BUILTIN = Path(__file__).parents[1] / "assets"
 
@@ -98,7 +98,7 @@ def _builtin_folder(path: str) -> Path:
 def _announce_hub_lookup(path: str) -> None:
     """Print, once per path, that the hub is asked: that can take minutes for a misspelt folder."""
     line = f'model.path = "{path}" is not a local folder: looking it up on the hub'
-    print(line, file=sys.stderr, flush=True)
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 def load_tokenizer(config: ModelConfig) -> Any:

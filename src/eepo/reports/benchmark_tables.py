@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from eepo.runs.runlog import write_atomically
-from eepo.types import UserError
+from eepo.types import UserError, printable
 
 ACCURACY = "greedy/accuracy"
 MISSING = "–"
@@ -228,14 +228,15 @@ def _terminal_block(table: ResultTable, columns: slice) -> Table:
     block = Table(box=SIMPLE, pad_edge=False)
     block.add_column(table.row_heading.lower(), overflow="fold")
     for column in table.columns[columns]:
-        heading = column.replace(" ", "\n") if len(column) > 8 else column
+        heading = printable(column)
+        heading = heading.replace(" ", "\n") if len(heading) > 8 else heading
         block.add_column(Text(heading), justify="right")
     for label, cells in table.rows:
         numbers = [
             Text.assemble(cell.number, "\n", (cell.interval.replace(", ", "–"), "dim"))
             for cell in cells[columns]
         ]
-        block.add_row(Text(label), *numbers)
+        block.add_row(Text(printable(label)), *numbers)
     return block
 
 

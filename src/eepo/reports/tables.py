@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from eepo.reports.measures import LABELS, START, ComparisonRow, Estimate
+from eepo.types import printable
 
 MISSING = "–"
 
@@ -80,7 +81,7 @@ def terminal_table(rows: Sequence[ComparisonRow]) -> Group:
 
 def _set_table(eval_set: str, rows: Sequence[ComparisonRow]) -> Table:
     """Use `Text` cells: the name of a method may contain rich markup."""
-    title = Text(display_name(eval_set))
+    title = Text(printable(display_name(eval_set)))
     table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
     measures = _measures(rows)
     table.add_column("method\nseeds", overflow="fold")
@@ -92,7 +93,9 @@ def _set_table(eval_set: str, rows: Sequence[ComparisonRow]) -> Table:
         _, method, seeds, *numbers, seconds, completions = cells(row, measures)
         seconds = seconds.partition(" [")[0]
         estimates = [_two_lines(*number.rstrip("]").partition(" [")[::2]) for number in numbers]
-        table.add_row(_two_lines(method, seeds), *estimates, _two_lines(seconds, completions))
+        table.add_row(
+            _two_lines(printable(method), seeds), *estimates, _two_lines(seconds, completions)
+        )
     return table
 
 

@@ -1,4 +1,7 @@
-"""Shows progress: a live bar on a terminal, a line every few seconds in a log file."""
+"""Shows progress: a live bar on a terminal, a line every few seconds in a log file.
+
+Texts may contain names from the user. Characters that would change the terminal are escaped.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,8 @@ from rich.progress import (
 )
 from rich.progress import Progress as RichProgress
 
+from eepo.types import printable
+
 LINE_SECONDS = 5.0  # between two lines without a terminal
 
 
@@ -30,14 +35,15 @@ class Progress:
 
     def print(self, text: str) -> None:
         # Do not wrap: a path must stay in one piece to be copied.
-        self.console.print(escape(text), highlight=False, soft_wrap=True)
+        self.console.print(escape(printable(text)), highlight=False, soft_wrap=True)
 
 
 class Bar:
     """Counts from `done` to `total`."""
 
     def __init__(self, console: Console, title: str, total: int, done: int) -> None:
-        self.console, self.title, self.total, self.done = console, title, total, done
+        self.console, self.total, self.done = console, total, done
+        self.title = printable(title)
         self._last_line = 0.0
         self._live = RichProgress(
             TextColumn("{task.description}"),
@@ -49,7 +55,7 @@ class Bar:
             console=console,
             disable=not console.is_terminal,
         )
-        self._task = self._live.add_task(escape(title), total=total, completed=done, note="")
+        self._task = self._live.add_task(escape(self.title), total=total, completed=done, note="")
 
     def __enter__(self) -> Bar:
         self._live.start()
@@ -65,7 +71,8 @@ class Bar:
 
     def advance(self, number: int = 1, note: str = "") -> None:
         self.done += number
-        self._live.update(self._task, completed=self.done, note=note)
+        note = printable(note)
+        self._live.update(self._task, completed=self.done, note=escape(note))
         now = time.monotonic()
         due = now - self._last_line > LINE_SECONDS or self.done >= self.total
         if due and not self.console.is_terminal:
