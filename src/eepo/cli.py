@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from eepo.adapters.verl.cluster import Cluster
 from eepo.evaluation.options import BenchmarkOptions, option, option_name
 from eepo.runs.progress import Progress
 from eepo.types import UserError
@@ -422,12 +424,53 @@ def table(
 
 
 @app.command("export-verl")
-def export_verl(recipe: Recipe, overrides: Overrides = None) -> None:
-    """Print a command line that trains the same recipe with verl (`pip install 'eepo[verl]'`)."""
+@with_options
+def export_verl(
+    recipe: Recipe,
+    cluster: Cluster,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Folder for data files, script, logs and checkpoints."),
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Convert a recipe for training with verl (`pip install 'eepo[verl]'`).
+
+    With --out, write Parquet files and a script. Otherwise print a command line.
+    """
     from eepo.adapters.verl.export import command_line
     from eepo.recipe import load_run
 
-    print(command_line(load_run(recipe, overrides or ())))
+    config = load_run(recipe, overrides or ())
+    if out is None:
+        print(command_line(config, cluster))
+        return
+    from eepo.adapters.verl.export_folder import export_folder
+
+    progress, export = Progress(), export_folder(config, cluster, out)
+    for note in export.notes:
+        progress.print(f"note: {note}")
+    progress.print(f"{export.num_train} training rows, {export.num_val} evaluation rows")
+    progress.print(f"train with: bash {shlex.quote(str(export.script))}")
+
+
+@app.command("import-verl")
+def import_verl(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(help="A folder of export-verl (its newest checkpoint), or a global_step_N."),
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Model folder; default: `final` in the run.")
+    ] = None,
+) -> None:
+    """Merge the shards of a verl checkpoint into a model folder for `eepo eval`. Needs verl."""
+    from eepo.adapters.verl.merge import merge_checkpoint
+
+    folder = merge_checkpoint(checkpoint, out)
+    progress = Progress()
+    progress.print(f"weights: {folder}")
+    progress.print(f"evaluate with: eepo eval {folder} --benchmarks math500")
 
 
 def _print_if_nothing_to_resume(out: Path, resume: bool, progress: Progress) -> None:

@@ -579,6 +579,18 @@ def test_rows_keep_their_prompt_and_their_index_in_the_group(build: Build, token
     for stage in (0, 1):
         expected = sum(trainer.reward_funcs[0](texts[stage])) / GROUP
         assert log[f"eepo/stage{stage + 1}_reward"] == pytest.approx(expected)
+        lengths = [len(ids) for ids in recorder.stages[stage][1][1]]
+        assert log[f"eepo/stage{stage + 1}_length"] == pytest.approx(sum(lengths) / GROUP)
+
+
+def test_groups_that_stage_1_missed_are_counted(build: Build) -> None:
+    """A rollout has two groups of two completions per stage. Odd rows are stage 2."""
+    rewards = iter([[0.0, 0, 0, 1, 0, 0, 0, 0], [0.0, 1, 0, 1, 0, 0, 1, 0]])
+    trainer = build(gate="always", max_steps=2, reward_funcs=lambda **_: next(rewards))
+    trainer.train()
+    names = ("eepo/missed_share", "eepo/second_half_recovery")
+    logged = [[entry[name] for name in names] for entry in trainer.state.log_history[:2]]
+    assert logged == [[1.0, 0.5], [0.5, 0.5]]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from eepo import recipe
+from eepo.adapters.verl.cluster import Cluster
 from eepo.adapters.verl.export import command_line, overrides
 from eepo.adapters.verl.reward import exact, math
 from eepo.cli import app
@@ -40,6 +41,35 @@ def test_the_command_line_has_the_values_of_the_paper() -> None:
     assert float(settings["actor_rollout_ref.actor.optim.lr"]) == 5e-7
 
 
+def test_a_run_without_checkpoints_and_evaluations_still_has_them_at_the_end() -> None:
+    knobs = ["training.checkpoint_every=0", "evaluation.every=0", "training.num_steps=70"]
+    exported = dict(overrides(recipe.load_run("paper/qwen2.5-3b+grpo", knobs)))
+    assert (exported["trainer.save_freq"], exported["trainer.test_freq"]) == (70, 70)
+
+
+def test_gpus_and_tensor_parallelism_are_options() -> None:
+    options = ["--gpus", "4", "--nodes", "2", "--tensor-parallel", "2"]
+    result = CliRunner().invoke(app, ["export-verl", "paper/qwen2.5-3b+eepo", *options])
+    settings = shlex.split(result.stdout.replace("\\\n", " "))
+    assert "trainer.n_gpus_per_node=4" in settings
+    assert "trainer.nnodes=2" in settings
+    assert "actor_rollout_ref.rollout.tensor_model_parallel_size=2" in settings
+
+
+@pytest.mark.parametrize(
+    ("cluster", "message"),
+    [
+        (Cluster(gpus=8, tensor_parallel=3), "--gpus 8 must be a multiple of --tensor-parallel 3"),
+        (Cluster(gpus=2, nodes=2, tensor_parallel=4), "--gpus 2 must be a multiple of"),
+        (Cluster(gpus=6), r"= 64 × 8 = 512 must be a multiple of --gpus × --nodes = 6"),
+        (Cluster(gpus=8, nodes=3), r"must be a multiple of --gpus × --nodes = 24"),
+    ],
+)
+def test_gpus_that_do_not_divide_the_work_are_rejected(cluster: Cluster, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        command_line(recipe.load_run("paper/qwen2.5-3b+eepo"), cluster)
+
+
 def test_set_overrides_a_knob() -> None:
     result = CliRunner().invoke(
         app, ["export-verl", "paper/qwen3-8b-base+eepo", "--set", "algorithm.gate=step"]
@@ -49,7 +79,7 @@ def test_set_overrides_a_knob() -> None:
 
 
 def test_grpo_is_exported_as_one_stage_without_unlearning_knobs() -> None:
-    line = command_line(recipe.load_run("paper/qwen2.5-3b+grpo"))
+    line = command_line(recipe.load_run("paper/qwen2.5-3b+grpo"), Cluster())
     section = [word for word in line.split() if word.startswith("eepo.") and "=" in word]
     assert section == ["eepo.num_stages=1", "eepo.failure_weight=1.0"]
 
@@ -59,6 +89,10 @@ def test_grpo_is_exported_as_one_stage_without_unlearning_knobs() -> None:
     [
         ("countdown/eepo", "training.seed=0", 'task.name = "countdown"'),
         ("paper/qwen2.5-3b+eepo", "algorithm.advantage_baseline=stage", "advantage_baseline"),
+        ("paper/qwen2.5-3b+eepo", "model.revision=v2", 'model.revision = "v2"'),
+        ("paper/qwen2.5-3b+eepo", "rollout.stop=Problem:", 'rollout.stop = "Problem:"'),
+        ("paper/qwen2.5-3b+eepo", "reward.name=own:grade", 'reward.name = "own:grade"'),
+        ("paper/qwen2.5-3b+grpo", "algorithm.loss_normalisation=group", "loss_normalisation"),
     ],
 )
 def test_unsupported_knobs_are_rejected(name: str, override: str, message: str) -> None:

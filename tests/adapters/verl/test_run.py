@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl_runs import GROUP, TEMPERATURE, VerlRun, entropy
 
-from eepo.adapters.verl.stages import row_weights, select_rows
+from eepo.adapters.verl.stages import grouped_rewards, row_weights, select_rows
 from eepo.config import AlgorithmConfig
 
 EPS = 1e-4
@@ -364,6 +364,28 @@ def test_every_stage_has_metrics(eepo: VerlRun) -> None:
         assert metrics[f"eepo/stage{stage}/completions"] == 6
     assert metrics["eepo/unlearn/lr"] == 1
     assert metrics["eepo/unlearn/weights_changed_share"] > 0.9
+
+
+def test_groups_that_the_first_half_missed_are_counted(eepo: VerlRun) -> None:
+    for step in (1, 2):
+        solved: dict[tuple[str, str], float] = {}  # by prompt and stage: the best score
+        for row in eepo.rollout_dump(step):
+            place = row["input"], row["uid"].split("_")[0][-1]
+            solved[place] = max(solved.get(place, 0.0), row["score"])
+        prompts = {prompt for prompt, _ in solved}
+        missed = [prompt for prompt in prompts if not solved[prompt, "1"]]
+        recovered = [prompt for prompt in missed if solved[prompt, "2"]]
+        metrics = eepo.metrics()[step]
+        assert metrics["eepo/missed_share"] == pytest.approx(len(missed) / 3)
+        assert metrics["eepo/second_half_recovery"] == pytest.approx(len(recovered) / 3)
+
+
+def test_rewards_are_grouped_in_the_order_of_stages_and_sessions() -> None:
+    rewards = {"a-2_0_0": 3.0, "a-1_10_0": 2.0, "a-1_9_0": 0.0, "a-1_9_1": 1.0, "b-1_0_0": 5.0}
+    keys, values = [*rewards, "pad_0_0"], [*rewards.values(), 7.0]
+    assert grouped_rewards(keys, values, staged=True) == [[1.0, 2.0, 3.0], [5.0]]
+    keys, values = ["0f-3e_1_0", "0f-3e_0_0", "0f-4e_0_0"], [1.0, 2.0, 3.0]
+    assert grouped_rewards(keys, values, staged=False) == [[2.0, 1.0], [3.0]]
 
 
 def test_checkpoints_hold_the_gate_history_and_the_unlearn_lr(

@@ -41,6 +41,7 @@ from eepo.algorithm import (
     unlearn_gate,
     unlearn_loss,
 )
+from eepo.algorithm.metrics import second_half_metrics
 from eepo.model.batching import evenly_spaced
 from eepo.model.policy import Scores
 from eepo.types import UserError
@@ -124,6 +125,7 @@ class EEPOTrainer(GRPOTrainer):
                 self._record("kl", kl)
                 self._record("kl_floor", 0.0 if search is None else search.floor)
         # The model holds θ again.
+        self._record_stage_lengths(first, second)
         is_full = self.options.credit == "full" and stage1.gradient is not None
         old = self._logprobs(batches) if is_full else sampled
         self._keep_logprobs(stage1.logprobs, old, sampled if self._compares_with_vllm else old)
@@ -454,8 +456,21 @@ class EEPOTrainer(GRPOTrainer):
         self._metrics["train"][f"eepo/{name}"].append(value)
 
     def _record_stage_rewards(self) -> None:
-        self._record("stage1_reward", self._rewards[0::2].nanmean().item())
-        self._record("stage2_reward", self._rewards[1::2].nanmean().item())
+        first, second = self._rewards[0::2], self._rewards[1::2]
+        self._record("stage1_reward", first.nanmean().item())
+        self._record("stage2_reward", second.nanmean().item())
+        halves = [half.view(-1, self.num_generations // 2) for half in (first, second)]
+        groups = torch.cat(halves, 1).nan_to_num().tolist()
+        for name, share in second_half_metrics(groups).items():
+            self._record(name, share)
+
+    def _record_stage_lengths(self, *stages: tuple[Any, ...]) -> None:
+        """Record the mean number of tokens. Every process has the same number of rows."""
+        lengths = self._zeros(len(stages))
+        for index, stage in enumerate(stages):
+            lengths[index] = sum(map(len, stage[COMPLETION_IDS])) / len(stage[COMPLETION_IDS])
+        for number, length in enumerate(self.accelerator.reduce(lengths, "mean").tolist(), 1):
+            self._record(f"stage{number}_length", length)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)

@@ -17,6 +17,7 @@ from transfer_queue import KVBatchMeta
 from verl.utils import tensordict_utils as tu
 
 from eepo.algorithm import advantage_weights, completions_to_unlearn
+from eepo.algorithm.metrics import second_half_metrics
 from eepo.config import AlgorithmConfig
 from eepo.model.batching import evenly_spaced
 
@@ -152,21 +153,39 @@ def entropy_sum(batch: KVBatchMeta) -> tuple[float, int]:
     return -float(data["rollout_log_probs"].values()[mask].double().sum()), int(mask.sum())
 
 
-def stage_metrics(batch: KVBatchMeta, max_length: int) -> dict[str, float]:
-    """Compute means over each stage's rows, as `eepo/stageN/...`."""
+def stage_metrics(batch: KVBatchMeta, max_length: int, staged: bool) -> dict[str, float]:
+    """Compute means over each stage's rows, as `eepo/stageN/...`. Without stages, all are stage 1.
+
+    Also count the groups that only the second half solved.
+    """
     names = ("rollout_log_probs", "response_mask", "rm_scores", "advantages")
     data = _columns(batch, *names)
     columns = {name: data[name].unbind() for name in names}  # rows of different lengths
     stages: dict[int, list[int]] = {}
     for row, key in enumerate(batch.keys):
-        if (stage := stage_of(key)) is not None:
-            stages.setdefault(stage, []).append(row)
-    metrics: dict[str, float] = {}
+        if not is_padding(key):
+            stages.setdefault((stage_of(key) or 1) if staged else 1, []).append(row)
+    rewards = [float(row.sum()) for row in columns["rm_scores"]]
+    halves = second_half_metrics(grouped_rewards(batch.keys, rewards, staged))
+    metrics = {f"eepo/{name}": value for name, value in halves.items()}
     for stage, rows in sorted(stages.items()):
         stage_columns = {name: [values[row] for row in rows] for name, values in columns.items()}
         means = _stage_means(stage_columns, max_length)
         metrics |= {f"eepo/stage{stage}/{name}": value for name, value in means.items()}
     return metrics
+
+
+def grouped_rewards(keys: list[str], rewards: list[float], staged: bool) -> list[list[float]]:
+    """Return the rewards of each group's sessions, in the order of stages and sessions."""
+    groups: dict[str, dict[tuple[int, int], float]] = {}
+    for key, reward in zip(keys, rewards, strict=True):
+        if is_padding(key):
+            continue
+        uid, session, _ = key.rsplit("_", 2)
+        place = (stage_of(key) or 1) if staged else 1, int(session)
+        sessions = groups.setdefault(group_of(key) if staged else uid, {})
+        sessions[place] = max(sessions.get(place, 0.0), reward, key=abs)
+    return [[sessions[place] for place in sorted(sessions)] for sessions in groups.values()]
 
 
 def _stage_means(columns: dict[str, list[torch.Tensor]], max_length: int) -> dict[str, float]:

@@ -158,9 +158,9 @@ class EEPOTrainer(PPOTrainerSync):
         **others: Any,
     ) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, **others)
-        if self.staged:
-            max_length = self.config.actor_rollout_ref.rollout.response_length
-            metrics.update(stage_metrics(batch, max_length))
+        rollout = self.config.actor_rollout_ref.rollout
+        if rollout.calculate_log_probs:  # always with stages
+            metrics.update(stage_metrics(batch, rollout.response_length, self.staged))
 
     def _save_checkpoint(self) -> None:
         """Write EEPO's state first: at the end, verl marks the checkpoint as complete."""

@@ -64,12 +64,20 @@ def entropy(rows: list[dict[str, Any]]) -> float:
 def run_verl(
     module: str, model: Path, folder: Path, overrides: list[str], num_steps: int = 2
 ) -> VerlRun:
+    """Run a module with verl's command line."""
+    import tiny
+
+    line = [*tiny.command_line(model, model / "prompts.parquet", folder, num_steps), *overrides]
+    return run_command([sys.executable, "-m", module, *line], folder)
+
+
+def run_command(command: list[str], folder: Path) -> VerlRun:
     """Run the real command. After the time limit, kill it and all processes of its Ray cluster."""
     import psutil
-    import tiny
 
     (folder / "records").mkdir()
     environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(SUPPORT),
         "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu,recording_loss",
@@ -79,14 +87,8 @@ def run_verl(
         "EEPO_TEST_RECORDS": str(folder / "records"),
         "RAY_DEDUP_LOGS": "0",
     }
-    line = [*tiny.command_line(model, model / "prompts.parquet", folder, num_steps), *overrides]
     with (folder / "log.txt").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, *line],
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
         try:
             code = process.wait(TIME_LIMIT)
         finally:
