@@ -318,6 +318,10 @@ MISTAKES = {
         in_section("training", "prompts_per_step = 32"),
         ["training.prompts_per_mini_batch", "64", "32"],
     ),
+    "wall-clock limit below the CPU limit": (
+        in_section("reward", "cpu_seconds = 100"),
+        ["reward.wall_seconds", "60", "at least cpu_seconds = 100"],
+    ),
     "minimum target above the maximum": (
         in_section("task", "min_target = 50\nmax_target = 40"),
         ["task.min_target", "50", "max_target = 40"],

@@ -177,6 +177,9 @@ class RewardConfig:
     cpu_seconds: float = knob(
         1.0, "CPU time per completion; the process is killed after it.", above=0, most=3600
     )
+    wall_seconds: float = knob(
+        60.0, "Wall-clock time per completion, for graders that wait.", above=0, most=86400
+    )
     memory_mb: int = knob(1024, "Memory per grading process, above its start size.", least=64)
 
 
@@ -413,7 +416,11 @@ def check_run(config: RunConfig) -> str | None:
         return (
             f"training.prompts_per_mini_batch must divide prompts_per_step = {prompts}, got {mini}"
         )
-    return check_engine(config) or check_task(config.task)
+    return check_engine(config) or check_reward(config.reward) or check_task(config.task)
+
+
+def check_warmup(config: WarmupConfig) -> str | None:
+    return check_reward(config.reward) or check_task(config.task)
 
 
 def check_engine(config: RunConfig) -> str | None:
@@ -429,6 +436,13 @@ def check_engine(config: RunConfig) -> str | None:
                 f"got {value}"
             )
     return None
+
+
+def check_reward(reward: RewardConfig) -> str | None:
+    cpu, wall = reward.cpu_seconds, reward.wall_seconds
+    if wall >= cpu:
+        return None
+    return f"reward.wall_seconds must be at least cpu_seconds = {cpu:g}, got {wall:g}"
 
 
 def check_task(task: TaskConfig) -> str | None:

@@ -20,7 +20,7 @@ import typing
 from pathlib import Path
 from typing import Any, TypeVar
 
-from eepo.config import RunConfig, WarmupConfig, check_run, check_task
+from eepo.config import RunConfig, WarmupConfig, check_run, check_warmup
 from eepo.types import UserError
 
 HUGE = 2**63
@@ -60,7 +60,7 @@ def parse(
     `given` are the knobs that --set has set.
     """
     config = _read(kind, tables, Source(source, _knobs(kind), given), prefix="")
-    broken = check_run(config) if isinstance(config, RunConfig) else check_task(config.task)
+    broken = check_run(config) if isinstance(config, RunConfig) else check_warmup(config)
     if broken is not None:
         raise UserError(f"{source}: {broken}")
     return config

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, SupportsFloat
+
+MAX_REWARD = 1e9  # advantages are computed in float32, where squares of huge rewards overflow
 
 
 class UserError(Exception):
@@ -63,15 +67,35 @@ class Completion:
 class Verdict:
     """A grader's decision on one completion."""
 
-    reward: float
+    reward: float  # from -1e9 to 1e9; other numbers, such as numpy's, are converted
     answer: str | None  # the extracted answer, equal for equal answers; None: no answer found
     reason: str = ""  # a few words: what matched, or why it did not
     label: str = ""  # a kind of completion, such as its strategy; shares of labels are logged
+
+    def __post_init__(self) -> None:
+        """Refuse values that would fail later, in a place that does not name the reward."""
+        if type(self.reward) is not float or not abs(self.reward) <= MAX_REWARD:
+            object.__setattr__(self, "reward", _as_reward(self.reward))
+        texts = {"answer": self.answer, "reason": self.reason, "label": self.label}
+        for name, text in texts.items():
+            if not isinstance(text, str) and not (name == "answer" and text is None):
+                allowed = "a str or None" if name == "answer" else "a str"
+                raise UserError(f"Verdict.{name} must be {allowed}, got {reprlib.repr(text)}")
 
     @property
     def correct(self) -> bool:
         """True for full reward. A partial reward does not count as accuracy."""
         return self.reward >= 1
+
+
+def _as_reward(value: object) -> float:
+    try:
+        number = float(value) if isinstance(value, SupportsFloat) else math.nan
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # an array or a huge integer
+        number = math.nan
+    if not abs(number) <= MAX_REWARD:  # also true for nan
+        raise UserError(f"the reward must be a number from -1e9 to 1e9, got {reprlib.repr(value)}")
+    return number
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,16 @@ import pytest
 from eepo.config import CountdownConfig, RewardConfig
 from eepo.rewards import build_grader, build_reward
 from eepo.rewards.exact import ExactReward
-from eepo.rewards.isolation import PooledReward
+from eepo.rewards.isolation import MAX_LOST, PooledReward
 from eepo.types import Prompt, UserError, Verdict
 
 GRADER = """
-import ctypes, os, time
+import ctypes, os, subprocess, time
+
+helper = subprocess.Popen(["sleep", "3600"])  # as a sandbox for code that is started once
 
 def grade(answer, text):
+    text, _, number = text.partition("#")  # completions must differ to be graded each
     if text == "spin":
         while True:
             pass
@@ -37,6 +40,21 @@ def grade(answer, text):
         raise KeyError("no such thing")
     if text == "leave":
         os._exit(0)
+    if text == "exit 3":
+        os._exit(3)
+    if text == "close":
+        os.closerange(0, 256)
+    if text == "session":
+        return subprocess.Popen(["sleep", "3600"], start_new_session=True).pid
+    if text == "session and crash":
+        with open(answer, "w") as file:
+            file.write(str(subprocess.Popen(["sleep", "3600"], start_new_session=True).pid))
+        ctypes.string_at(0)
+    if text == "session and sleep":
+        print(subprocess.Popen(["sleep", "3600"], start_new_session=True).pid, flush=True)
+        time.sleep(3600)
+    if text == "helper":
+        return helper.pid if os.path.exists(f"/proc/{helper.pid}") else 0
     if text == "sleep":
         time.sleep(3600)
     if text == "pid":
@@ -46,6 +64,10 @@ def grade(answer, text):
 """
 
 Pool = Callable[..., PooledReward]
+
+linux_only = pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux gives orphans a new parent that can find them"
+)
 
 
 @pytest.fixture
@@ -67,6 +89,20 @@ def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
         reward.close()
 
 
+@pytest.fixture(autouse=True)
+def time_limit() -> Iterator[None]:
+    """End a test that hangs. Its limits are seconds."""
+
+    def fail(*_: object) -> None:
+        raise TimeoutError("the test took over 100 s")
+
+    previous = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(100)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, previous)
+
+
 def grade(reward: PooledReward, *texts: str, answer: object = "right") -> list[Verdict]:
     return reward.grade([Prompt("", "", (), answer)] * len(texts), texts)
 
@@ -80,6 +116,7 @@ def test_verdicts_are_in_order_even_if_processes_die(pool: Pool) -> None:
         ("swell", "out of memory"),
         ("crash", "crashed"),
         ("leave", "crashed"),
+        ("exit 3", "crashed"),
         ("\ud800", ""),
         ("\x00", ""),
         ("right ", ""),
@@ -125,15 +162,84 @@ def test_a_killed_idle_child_changes_no_verdict(pool: Pool) -> None:
         assert [verdict.reward for verdict in verdicts] == [1.0, 0.0, 0.0]
 
 
-def test_a_sleeping_function_reaches_the_wall_clock_limit(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("eepo.rewards.isolation.BLOCKED_SECONDS", 0.0)
-    verdicts = grade(pool(num_workers=1, cpu_seconds=0.1), "sleep", "right")
+def test_a_sleeping_function_reaches_the_wall_clock_limit(pool: Pool) -> None:
+    started = time.monotonic()
+    verdicts = grade(pool(num_workers=1, wall_seconds=0.5), "sleep", "right")
+    assert time.monotonic() - started < 20
     assert [(verdict.reward, verdict.reason) for verdict in verdicts] == [
         (0.0, "time-out"),
         (1.0, ""),
     ]
+
+
+@pytest.mark.parametrize(
+    ("attack", "cause"), [("exit 3", "exit code 3"), ("close", "exit code 1"), ("crash", "fault")]
+)
+def test_a_function_that_always_ends_its_process_is_an_error(
+    pool: Pool, attack: str, cause: str
+) -> None:
+    texts = [f"{attack}#{number}" for number in range(100)]
+    line = rf"my_grader:grade.* no verdict on {MAX_LOST} completions in a row.* {cause}"
+    with pytest.raises(UserError, match=line):
+        grade(pool(), *texts)
+
+
+def test_a_function_that_always_waits_is_an_error(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eepo.rewards.isolation.MAX_LOST", 3)
+    with pytest.raises(UserError, match=r"3 completions in a row.* reward.wall_seconds = 0.3"):
+        grade(pool(wall_seconds=0.3, cpu_seconds=0.1), *[f"sleep#{number}" for number in range(9)])
+
+
+def test_some_lost_completions_do_not_end_grading(pool: Pool) -> None:
+    texts = ["exit 3", "close", "right", "close", "leave"] * 10
+    reward = pool(num_workers=1)
+    verdicts = grade(reward, *[f"{text}#{number}" for number, text in enumerate(texts)])
+    assert [verdict.reward for verdict in verdicts] == [float(text == "right") for text in texts]
+    assert {verdict.reason for verdict in verdicts} == {"", "crashed"}
+
+
+def test_completions_that_reach_a_limit_never_end_grading(pool: Pool) -> None:
+    texts = [
+        f"{text}#{number}" for number in range(MAX_LOST // 2 + 5) for text in ("spin", "swell")
+    ]
+    verdicts = grade(pool(cpu_seconds=0.05), *texts)
+    assert {verdict.reason for verdict in verdicts} <= {"time-out", "out of memory"}
+
+
+def test_a_child_that_dies_before_each_request_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "import os\nos.register_at_fork(after_in_child=lambda: os._exit(7))\ngrade = None\n"
+    (tmp_path / "dying.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("eepo.rewards.isolation.MAX_LOST", 2)
+    reward = PooledReward("dying:grade", RewardConfig(num_workers=1))
+    with pytest.raises(UserError, match=r"2 completions in a row.* exit code 7"):
+        grade(reward, "a", "b", "c")
+
+
+@pytest.mark.parametrize("source", ["import os; os._exit(0)", "import os; os.closerange(0, 99)"])
+def test_a_module_that_ends_its_process_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    (tmp_path / "leaving.py").write_text(f"{source}\ngrade = len\n")
+    monkeypatch.chdir(tmp_path)
+    reward = PooledReward("leaving:grade", RewardConfig(num_workers=1))
+    with pytest.raises(UserError, match=r"leaving:grade.*did not start"):
+        grade(reward, "a", "b")
+
+
+def test_the_import_does_not_count_for_the_wall_clock_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "import time\ntime.sleep(1.5)\ndef grade(answer, text): return 1.0\n"
+    (tmp_path / "slow_import.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    reward = PooledReward("slow_import:grade", RewardConfig(num_workers=1, wall_seconds=1.0))
+    assert grade(reward, "a")[0].reward == 1.0
+    reward.close()
 
 
 def test_threads_can_share_a_pool(pool: Pool) -> None:
@@ -169,11 +275,48 @@ import os; os._exit(1)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
-    child = int(done.stdout.split()[-1])
-    deadline = time.monotonic() + 10
-    while _alive(child) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not _alive(child)
+    _wait_for_end(int(done.stdout.split()[-1]))
+
+
+@linux_only
+def test_processes_of_a_function_end_with_the_pool(pool: Pool) -> None:
+    reward = pool(num_workers=1)
+    session = int(grade(reward, "session")[0].reward)
+    assert _alive(session)  # a later completion may need it
+    reward.close()
+    assert not _alive(session)
+
+
+@linux_only
+def test_processes_of_a_child_end_when_it_dies_and_those_of_the_module_do_not(
+    pool: Pool, tmp_path: Path
+) -> None:
+    reward, file = pool(num_workers=1), tmp_path / "pid"
+    assert grade(reward, "session and crash", answer=str(file))[0].reason == "crashed"
+    assert not _alive(int(file.read_text()))
+    helper = int(grade(reward, "helper")[0].reward)
+    assert _alive(helper)
+    reward.close()
+    assert not _alive(helper)
+
+
+@linux_only
+def test_processes_of_a_function_end_with_a_killed_trainer(tmp_path: Path) -> None:
+    (tmp_path / "my_grader.py").write_text(GRADER)
+    code = """
+from eepo.config import RewardConfig
+from eepo.rewards.isolation import PooledReward
+from eepo.types import Prompt
+reward = PooledReward("my_grader:grade", RewardConfig(num_workers=1))
+reward.grade([Prompt("", "", (), "")], ["session and sleep"])
+"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stderr is not None
+        session = int(trainer.stderr.readline())  # what a function prints goes to stderr
+        assert _alive(session)
+        trainer.kill()
+    _wait_for_end(session)
 
 
 def _alive(pid: int) -> bool:
@@ -183,6 +326,13 @@ def _alive(pid: int) -> bool:
         return False
     status = Path(f"/proc/{pid}/stat")  # a zombie is not alive
     return not (status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] == "Z")
+
+
+def _wait_for_end(pid: int) -> None:
+    deadline = time.monotonic() + 10
+    while _alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _alive(pid)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ row, the function is at fault, and the run ends with an error.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
@@ -25,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from eepo.config import RewardConfig
-from eepo.rewards.descendants import kill_tree
+from eepo.rewards.descendants import kill_descendants, kill_group
 from eepo.types import Prompt, UserError, Verdict
 
 # Characters of a completion that are read, from its end, where the answer is.
@@ -83,7 +82,7 @@ class PooledReward:
         """
         with self._lock:
             if not self._workers:
-                worker = _Worker(self.function, self.config)
+                worker = _Worker(self.function, self.config, self._losses)
                 worker.wait_until_ready()
                 self._workers.append(worker)
 
@@ -143,10 +142,11 @@ class _Losses:
 
     def add(self, cause: str) -> None:
         self._num_lost += 1
-        if self._num_lost >= MAX_LOST:
+        if self._num_lost == MAX_LOST:
+            self.reset()
             raise UserError(
-                f'reward.name = "{self.function}" gave no verdict on {self._num_lost} completions '
-                f"in a row, the last time because of: {cause}"
+                f'reward.name = "{self.function}" gave no verdict on {MAX_LOST} completions '
+                f"in a row; cause of the last: {cause}"
             )
 
     def reset(self) -> None:
@@ -154,7 +154,7 @@ class _Losses:
 
 
 class _Worker:
-    """Controls one process that runs `worker.py`, and restarts it when it is lost."""
+    """Controls one process that runs `worker.py`, and replaces it when it is lost."""
 
     def __init__(self, function: str, config: RewardConfig, losses: _Losses) -> None:
         self.function = function
@@ -177,16 +177,28 @@ class _Worker:
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C reaches the trainer only, which ends its step first
         )
-        assert process.stdin is not None and process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         self.stdin, self.stdout = process.stdin.fileno(), process.stdout.fileno()
         # A worker that stops reading or writing must not stop the trainer.
         os.set_blocking(self.stdin, False)
         os.set_blocking(self.stdout, False)
+        self._process = process
         self.stop = weakref.finalize(self, _end, process)
         self.outgoing, self._incoming, self._ready = b"", b"", False
 
+    def wait_until_ready(self) -> None:
+        """Wait until the function's module is imported; raise a `UserError` if that fails."""
+        self._sent_at = time.monotonic()
+        while not self._ready:
+            _wait_for_pipes([self], 1.0)
+            self.exchange()
+            self.end_if_blocked()
+
     def send(self, item_index: int, gold: str, text: str) -> None:
         """Send a request. `gold` is JSON already."""
+        if not self.stop.alive:  # it was stopped
+            self._start()
         self.item_index, self._sent_at, self._num_sends = item_index, time.monotonic(), 0
         # Random, so that a function cannot reply to a request that it has not received.
         self._request_id = secrets.randbits(62) + 1
@@ -208,7 +220,8 @@ class _Worker:
             self.outgoing = b""
             # If the process never started, the next read reports that.
             if self._ready and self._num_sends < MAX_SENDS:  # it was killed while it was idle
-                self._restart()
+                self.stop()
+                self._start()
                 self._send_request()
 
     def exchange(self) -> Verdict | None:
@@ -220,17 +233,15 @@ class _Worker:
         except BlockingIOError:
             return None
         if not chunk:
-            return self._restart_after_loss("the end of its process")
+            return self._stop_after_loss("the end of its process")
         *lines, self._incoming = (self._incoming + chunk).split(b"\n")
         if len(self._incoming) > MAX_REPLY:
-            return self._restart_after_loss(f"{MAX_REPLY} bytes in the pipe of the verdicts")
+            return self._stop_after_loss(f"{MAX_REPLY} bytes in the pipe of the verdicts")
         for line in lines:
             try:
                 verdict = self._handle(json.loads(line))
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                return self._restart_after_loss(
-                    f"{line[:40]!r} in the pipe of the verdicts"
-                )
+                return self._stop_after_loss(f"{line[:40]!r} in the pipe of the verdicts")
             if verdict is not None:
                 return verdict
         return None
@@ -243,7 +254,7 @@ class _Worker:
         elif reply.get("request") == NO_REQUEST:
             # An idle child has died. It may have read half of the request.
             if self._num_sends == MAX_SENDS:
-                return self._restart_after_loss(reply["how"])
+                return self._stop_after_loss(reply["how"])
             # A second verdict on the request would be skipped.
             self._send_request()
         elif reply.get("request") == self._request_id:
@@ -263,29 +274,25 @@ class _Worker:
         self._losses.reset()
         return verdict
 
-    def _restart_after_loss(self, cause: str, reason: str = "crashed") -> Verdict:
-        """Restart the whole process, not only its child."""
+    def _stop_after_loss(self, cause: str, reason: str = "crashed") -> Verdict:
+        """Stop the whole process, not only its child. The next request starts it again."""
         if not self._ready:
             raise UserError(
                 f'reward.name = "{self.function}": the grading process did not start; '
                 "its error is printed above"
             )
         self._losses.add(cause)
-        self._restart()
+        self.stop()
         return _ungraded(reason)
 
-    def _restart(self) -> None:
-        self.stop()
-        self._start()
-
     def end_if_blocked(self) -> Verdict | None:
-        """Restart the process if it exceeds the wall-clock limit.
+        """Stop the process if it exceeds the wall-clock limit.
 
         The CPU limit does not end a function that sleeps or waits for a network.
         """
         seconds, limit = time.monotonic() - self._sent_at, self.config.wall_seconds
         if self._ready and seconds > limit:
-            return self._restart_after_loss(f"reward.wall_seconds = {limit:g}", "time-out")
+            return self._stop_after_loss(f"reward.wall_seconds = {limit:g}", "time-out")
         if not self._ready and seconds > START_SECONDS:
             raise UserError(
                 f'reward.name = "{self.function}": the import took over {START_SECONDS:g} s'
@@ -303,10 +310,24 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
     The worker does this itself when its input is closed. If it hangs, it is killed.
     """
-    assert process.stdin is not None and process.stdout is not None
+    assert process.stdin is not None
+    assert process.stdout is not None
     process.stdin.close()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(STOP_SECONDS)
-    kill_tree(process.pid)
+    deadline = time.monotonic() + STOP_SECONDS
+    while not (ended := _has_ended(process)) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    if not ended:
+        kill_descendants(process.pid)
+    kill_group(process.pid)  # before `wait`: the kernel may give the id to another process then
     process.wait()
     process.stdout.close()
+
+
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Tell whether a process has ended. Leave it in the process table where possible."""
+    if not hasattr(os, "waitid"):  # macOS before Python 3.13
+        return process.poll() is not None
+    try:
+        return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # another library has waited for it
+        return True

@@ -3,53 +3,129 @@
 The process imports the grading function once and forks a child, which grades. The kernel limits
 the child's CPU time (by a timer whose signal kills) and its memory (by its address space). So no
 completion can hang the child or exhaust memory, not even inside of a C function. When a child
-dies, the parent reports it and forks the next one within milliseconds, without a new import.
+dies, the parent kills what the child has started, reports the death and forks the next child
+within milliseconds, without a new import.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import importlib
 import json
-import math
 import mmap
 import os
+import reprlib
 import resource
+import select
 import signal
 import struct
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
+from eepo.rewards.descendants import (
+    adopt_orphans,
+    descendants,
+    end_with_parent,
+    kill_descendants,
+    kill_group,
+)
 from eepo.rewards.isolation import NO_REQUEST
-from eepo.types import Verdict
+from eepo.types import UserError, Verdict
 
-OUT_OF_MEMORY = 3  # exit code of a child that reached its memory limit
 MAX_LABEL = 60  # characters
-MAX_REPLY_TEXT = 300  # characters of a reason or an answer: a reply must fit into one atomic write
+MAX_REPLY_TEXT = 300  # characters of a reason or an answer
+# How often the parent looks for ended processes, in milliseconds, with and without `pidfd_open`.
+POLL_MS, POLL_MS_WITHOUT_PIDFD = 1000, 20
 
 GradingFunction = Callable[[Any, str], Any]  # (gold answer, completion) → Verdict or a number
 
 
+class SharedState:
+    """Memory that a child shares with its parent, so that it can be read after a death.
+
+    A user's function cannot fake it by its exit code.
+    """
+
+    RUNNING, OUT_OF_MEMORY, END_OF_INPUT = range(3)
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, 16)
+
+    @property
+    def request_id(self) -> int:
+        """The request that the child is grading."""
+        return struct.unpack_from("q", self._memory, 0)[0]
+
+    @request_id.setter
+    def request_id(self, value: int) -> None:
+        struct.pack_into("q", self._memory, 0, value)
+
+    @property
+    def status(self) -> int:
+        return struct.unpack_from("q", self._memory, 8)[0]
+
+    @status.setter
+    def status(self, value: int) -> None:
+        struct.pack_into("q", self._memory, 8, value)
+
+
+@dataclass(frozen=True)
+class Pipes:
+    """The file descriptors of requests and replies."""
+
+    requests: int
+    replies: int
+
+    @classmethod
+    def take(cls) -> Pipes:
+        """Move the pipes away from the standard input and output.
+
+        A function, or a process that it starts, must not read requests or print replies.
+        """
+        requests, replies = os.dup(0), os.dup(1)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        os.dup2(2, 1)
+        return cls(requests, replies)
+
+    def reply(self, message: dict[str, Any]) -> None:
+        data = json.dumps(message).encode() + b"\n"
+        while data:
+            data = data[os.write(self.replies, data) :]
+
+
 def main() -> None:
-    """Fork a child that grades, and replace it when it dies."""
+    """Fork a child that grades, and replace it when it dies, until the input ends."""
     name, cpu_seconds, memory_mb = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
-    replies = os.dup(1)
-    os.dup2(2, 1)  # what a grading function prints must not mix with the replies
+    pipes, state = Pipes.take(), SharedState()
+    adopt_orphans()
+    atexit.register(_end_all, os.getpid())  # also if the import fails
     function = load_function(name)
-    current = mmap.mmap(-1, 8)  # shared with the child: the id of the request that it is grading
-    _write(replies, {"ready": name})
-    while True:
-        pid = os.fork()
-        if pid == 0:
-            _limit_memory(memory_mb)
-            _serve(function, cpu_seconds, current, replies)
-        _, status = os.waitpid(pid, 0)
-        if os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0:
-            return
-        (request_id,) = struct.unpack("q", current[:])
-        current[:] = struct.pack("q", NO_REQUEST)
-        _write(replies, {"request": request_id, "died": _cause_of_death(status)})
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a module may have changed it
+    # Processes that the module has started on import serve all children.
+    helpers = descendants(os.getpid()) if _has_children() else []
+    with contextlib.suppress(BrokenPipeError):  # the trainer has ended
+        pipes.reply({"ready": name})
+        while True:
+            state.request_id, state.status = NO_REQUEST, SharedState.RUNNING
+            child = os.fork()
+            if child == 0:
+                _limit_memory(memory_mb)
+                _serve(function, cpu_seconds, state, pipes)
+            exit_status = _wait(child, pipes.requests)
+            if exit_status is None or state.status == SharedState.END_OF_INPUT:
+                break
+            if _has_children():
+                kill_descendants(os.getpid(), keep=helpers)
+            cause = _cause_of_death(exit_status, state.status)
+            pipes.reply({"request": state.request_id} | cause)
+    _end_all(os.getpid())  # before Python waits for threads that the module has started
 
 
 def load_function(name: str) -> GradingFunction:
@@ -63,49 +139,69 @@ def as_verdict(result: Any, text: str) -> Verdict:
     """Convert the result of a user's function, which may be a Verdict, a number or a bool."""
     if isinstance(result, Verdict):
         return result
-    reward = float(result)
-    if not math.isfinite(reward):
-        raise ValueError(f"a reward must be finite, got {reward}")
-    return Verdict(reward, text.strip() or None, "")
+    if not isinstance(result, SupportsFloat):
+        raise UserError(f"it must return a Verdict, a number or a bool, got {reprlib.repr(result)}")
+    return Verdict(result, text.strip() or None)  # type: ignore[arg-type]  # it converts the number
 
 
-def _serve(function: GradingFunction, cpu_seconds: float, current: mmap.mmap, replies: int) -> None:
+def _serve(function: GradingFunction, cpu_seconds: float, state: SharedState, pipes: Pipes) -> None:
     """Grade requests until the input ends, then exit.
 
     Never returns: a forked child must not run the code of its parent.
     """
-    lines = os.fdopen(0, "rb", closefd=False)
+    end_with_parent()
+    lines, pid = os.fdopen(pipes.requests, "rb", closefd=False), os.getpid()
     try:
         while line := lines.readline():
             try:
                 request_id, gold, text = json.loads(line)
-            except ValueError:
+            except (ValueError, TypeError):
                 # The rest of a request that a killed child had begun to read. It is sent again.
                 continue
-            current[:] = struct.pack("q", request_id)
+            state.request_id = request_id
             # The default action of the timer's signal, SIGPROF, ends the process.
             signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-            reply = _grade(function, gold, text)
+            try:
+                reply = grade_one(function, gold, text)
+            finally:
+                if os.getpid() != pid:  # a copy of this process that the function has forked
+                    os._exit(0)
             signal.setitimer(signal.ITIMER_PROF, 0)
-            current[:] = struct.pack("q", NO_REQUEST)
-            _write(replies, {"request": request_id} | reply)
+            pipes.reply({"request": request_id} | reply)
+            state.request_id = NO_REQUEST
+        state.status = SharedState.END_OF_INPUT
     except MemoryError:
-        os._exit(OUT_OF_MEMORY)
-    except BrokenPipeError:
-        pass
-    os._exit(0)
+        state.status = SharedState.OUT_OF_MEMORY
+    except OSError:
+        pass  # the trainer has ended, or the function has closed the pipes
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
 
 
-def _grade(function: GradingFunction, gold: Any, text: str) -> dict[str, Any]:
+def grade_one(function: GradingFunction, gold: Any, text: str) -> dict[str, Any]:
+    """Return the reply. Every error is reported to the trainer's process, which raises it."""
     try:
         verdict = as_verdict(function(gold, text), text)
     except MemoryError:
         raise
-    except Exception as error:  # reported to the trainer's process, which raises a UserError
-        return {"error": f"{type(error).__name__}: {error}"[:MAX_REPLY_TEXT]}
+    except UserError as error:
+        return {"error": str(error)[:MAX_REPLY_TEXT]}
+    except Exception as error:
+        return {"error": _describe(error)}
+    except BaseException as error:
+        # `exit()` in code that a function runs for a completion. `except Exception` misses it.
+        return {"died": "crashed", "how": _describe(error)}
     answer = verdict.answer[:MAX_REPLY_TEXT] if verdict.answer is not None else None
     reason, label = verdict.reason[:MAX_REPLY_TEXT], verdict.label[:MAX_LABEL]
     return {"reward": verdict.reward, "answer": answer, "reason": reason, "label": label}
+
+
+def _describe(error: BaseException) -> str:
+    """Return the type and message. It does not fail if `str(error)` does."""
+    line = "".join(traceback.format_exception_only(error)).strip()
+    return line[:MAX_REPLY_TEXT]
 
 
 def _limit_memory(memory_mb: int) -> None:
@@ -120,17 +216,64 @@ def _limit_memory(memory_mb: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _cause_of_death(status: int) -> str:
-    if os.WIFEXITED(status):
-        return "out of memory" if os.WEXITSTATUS(status) == OUT_OF_MEMORY else "crashed"
-    if os.WTERMSIG(status) == signal.SIGPROF:
-        return "time-out"
+def _wait(child: int, requests: int) -> int | None:
+    """Return the child's exit status when it has ended, or None when the trainer has ended."""
+    poller = select.poll()
+    poller.register(requests, 0)  # reports only that the other end was closed
+    with contextlib.ExitStack() as stack:
+        timeout = POLL_MS_WITHOUT_PIDFD
+        with contextlib.suppress(AttributeError, OSError):  # another system or an old kernel
+            descriptor = os.pidfd_open(child)
+            stack.callback(os.close, descriptor)
+            poller.register(descriptor, select.POLLIN)
+            timeout = POLL_MS
+        while True:
+            if any(descriptor == requests for descriptor, _ in poller.poll(timeout)):
+                return None
+            for pid, status in _ended_children():
+                if pid == child:
+                    return status
+
+
+def _ended_children() -> Iterator[tuple[int, int]]:
+    """Yield (process id, exit status) of all children that have ended, adopted ones included."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            yield ended
+
+
+def _has_children() -> bool:
+    if not hasattr(os, "waitid"):  # macOS before Python 3.13
+        return True
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _end_all(pid: int) -> None:
+    """Kill everything that this process has started, and its process group with itself."""
+    if os.getpid() != pid:  # a copy that the module has forked
+        return
+    if _has_children():
+        kill_descendants(pid)
+    if os.getpgrp() == pid:
+        kill_group(pid)
+
+
+def _cause_of_death(exit_status: int, status: int) -> dict[str, str]:
+    """Return the reason of the verdict. `how` is set if no limit explains the death."""
+    if status == SharedState.OUT_OF_MEMORY:
+        return {"died": "out of memory"}
+    if os.WIFEXITED(exit_status):
+        return {"died": "crashed", "how": f"exit code {os.WEXITSTATUS(exit_status)}"}
+    number = os.WTERMSIG(exit_status)
+    if number == signal.SIGPROF:
+        return {"died": "time-out"}
     # The kernel kills with SIGKILL when memory is short.
-    return "out of memory" if os.WTERMSIG(status) == signal.SIGKILL else "crashed"
-
-
-def _write(replies: int, reply: dict[str, Any]) -> None:
-    os.write(replies, json.dumps(reply).encode() + b"\n")
+    reason = "killed" if number == signal.SIGKILL else "crashed"
+    return {"died": reason, "how": signal.strsignal(number) or f"signal {number}"}
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ FREE_TO_CHANGE = {
     "rollout.max_rows",
     "rollout.gpu_memory_share",
     "reward.num_workers",
+    "reward.wall_seconds",
     "training.num_steps",
     "training.max_seconds",
     "training.checkpoint_every",
