@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: install demo test test-all test-slow test-vllm test-verl lint clean
+.PHONY: install demo test test-all test-slow test-vllm test-verl soak lint clean
 install: $(VENV)/.installed
 
 $(VENV)/bin/python:
@@ -60,6 +60,12 @@ test-vllm: .venv-vllm/.installed
 
 test-verl: .venv-verl/.installed
 	OMP_NUM_THREADS=1 .venv-verl/bin/python -m pytest tests/adapters/verl --durations=5
+
+# Random attacks for MINUTES minutes: kills, damaged files, full disks, hostile input
+# (docs/reliability.md). `make soak MINUTES=120` runs for hours, `make soak GOAL=1` a fixed number.
+MINUTES ?= 10
+soak: $(VENV)/.installed-dev
+	$(VENV)/bin/python tests/soak/soak.py --minutes $(MINUTES) $(if $(GOAL),--goal)
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
