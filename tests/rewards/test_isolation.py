@@ -173,7 +173,7 @@ def test_a_sleeping_function_reaches_the_wall_clock_limit(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("attack", "cause"), [("exit 3", "exit code 3"), ("close", "exit code 1"), ("crash", "fault")]
+    ("attack", "cause"), [("exit 3", "exit code 3"), ("close", "closed pipes"), ("crash", "fault")]
 )
 def test_a_function_that_always_ends_its_process_is_an_error(
     pool: Pool, attack: str, cause: str

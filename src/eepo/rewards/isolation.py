@@ -254,7 +254,7 @@ class _Worker:
         elif reply.get("request") == NO_REQUEST:
             # An idle child has died. It may have read half of the request.
             if self._num_sends == MAX_SENDS:
-                return self._stop_after_loss(reply["how"])
+                return self._stop_after_loss(reply.get("how", reply["died"]))
             # A second verdict on the request would be skipped.
             self._send_request()
         elif reply.get("request") == self._request_id:

@@ -51,7 +51,7 @@ class SharedState:
     A user's function cannot fake it by its exit code.
     """
 
-    RUNNING, OUT_OF_MEMORY, END_OF_INPUT = range(3)
+    RUNNING, OUT_OF_MEMORY, PIPES_CLOSED, END_OF_INPUT = range(4)
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, 16)
@@ -172,8 +172,8 @@ def _serve(function: GradingFunction, cpu_seconds: float, state: SharedState, pi
         state.status = SharedState.END_OF_INPUT
     except MemoryError:
         state.status = SharedState.OUT_OF_MEMORY
-    except OSError:
-        pass  # the trainer has ended, or the function has closed the pipes
+    except OSError:  # the function has closed them, or the trainer has ended
+        state.status = SharedState.PIPES_CLOSED
     except BaseException:
         traceback.print_exc()
     finally:
@@ -266,6 +266,8 @@ def _cause_of_death(exit_status: int, status: int) -> dict[str, str]:
     """Return the reason of the verdict. `how` is set if no limit explains the death."""
     if status == SharedState.OUT_OF_MEMORY:
         return {"died": "out of memory"}
+    if status == SharedState.PIPES_CLOSED:
+        return {"died": "crashed", "how": "closed pipes of the grading process"}
     if os.WIFEXITED(exit_status):
         return {"died": "crashed", "how": f"exit code {os.WEXITSTATUS(exit_status)}"}
     number = os.WTERMSIG(exit_status)
