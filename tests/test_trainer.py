@@ -540,11 +540,11 @@ def test_resuming_a_finished_run_does_not_write_its_records(
     assert [path.stat().st_mtime_ns for path in records] == before
 
 
-def start_process(config: RunConfig, folder: Path) -> subprocess.Popen[str]:
-    recipe_file = folder / "recipe-to-run.toml"
+def start_process(config: RunConfig, folder: Path, *options: str) -> subprocess.Popen[str]:
+    recipe_file, out = folder / "recipe-to-run.toml", folder / "run"
     recipe_file.write_text(recipe.dump(config), encoding="utf-8")
     return subprocess.Popen(
-        [sys.executable, "-m", "eepo", "train", str(recipe_file), "--out", str(folder / "run")],
+        [*(sys.executable, "-m", "eepo", "train"), str(recipe_file), "--out", str(out), *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -586,6 +586,30 @@ def test_a_killed_run_resumes_to_the_uninterrupted_run(full_run: FullRun, tmp_pa
 
 
 @pytest.mark.slow
+def test_a_second_process_is_refused_and_a_killed_one_is_not_in_the_way(
+    full_run: FullRun, tmp_path: Path
+) -> None:
+    endless = with_steps(full_run.config, 10_000)
+    first = start_process(endless, tmp_path)
+    try:
+        wait_for_lines(first, tmp_path / "run" / METRICS, 1)
+        for resume in ((), ("--resume",)):
+            second = start_process(endless, tmp_path, *resume)
+            _, errors = second.communicate(timeout=60)
+            assert second.returncode == 2
+            assert len(errors.splitlines()) == 1, errors
+            if resume:
+                assert f"is in use by process {first.pid} on host " in errors
+        assert first.poll() is None
+    finally:
+        first.kill()
+        first.communicate()
+    steps = [row["step"] for row in rows(tmp_path / "run", METRICS)]
+    assert steps == list(range(1, len(steps) + 1))
+    assert run(with_steps(full_run.config, len(steps) + 1), tmp_path / "run", resume=True)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 def test_a_stopped_run_saves_its_last_complete_step_and_resumes(
     number: signal.Signals, full_run: FullRun, tmp_path: Path
@@ -614,6 +638,31 @@ def test_a_stopped_run_saves_its_last_complete_step_and_resumes(
     assert saved is not None
     assert checkpoint.step_of(saved) == done < 5
     assert_same_run(run(full_run.config, tmp_path / "run", resume=True), full_run.folder)
+
+
+# --- a damaged checkpoint, with EEPO (tests/runs/test_resume.py damages every file)
+
+
+@pytest.mark.parametrize("name", HISTORY)
+def test_a_run_that_falls_back_to_an_older_checkpoint_equals_an_uninterrupted_run(
+    name: str, full_runs: dict[str, FullRun], tmp_path: Path
+) -> None:
+    full_run = full_runs[name]
+    folder = full_run.copy_of_step(4, tmp_path / "run")
+    weights = folder / "checkpoints" / "step-000004" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert_same_run(run(full_run.config, folder, resume=True), full_run.folder)
+
+
+def test_a_trainer_holds_the_lock_until_its_run_ends(full_run: FullRun, tmp_path: Path) -> None:
+    config = with_steps(full_run.config, 0)
+    first = build_trainer(config, tmp_path / "run", False, Progress(Console(file=io.StringIO())))
+    assert f"process {os.getpid()} on host" in error_line(config, tmp_path / "run", resume=True)
+    first.run()
+    assert not (tmp_path / "run" / ".lock").exists()
+    run(config, tmp_path / "run", resume=True)
 
 
 # --- the interface of an algorithm

@@ -127,6 +127,55 @@ def test_resuming_a_finished_warm_start_changes_nothing(full_run: FullRun, tmp_p
     assert_same_run(run(tiny(), folder, resume=True), full_run.folder)
 
 
+def test_a_damaged_checkpoint_is_skipped(full_run: FullRun, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(full_run.after_step[8], tmp_path / "run"))
+    (folder / "checkpoints" / "step-000008" / "model.safetensors").write_bytes(b"")
+    screen = io.StringIO()
+    build_warmup(tiny(), folder, True, Progress(Console(file=screen, width=500))).run()
+    assert "step-000008 is damaged: model.safetensors has 0 bytes" in screen.getvalue()
+    assert "continues after step 4" in screen.getvalue()
+    assert_same_run(folder, full_run.folder)
+    assert (folder / f"{METRICS}.bak-1").exists()
+
+
+def test_without_an_intact_checkpoint_nothing_is_changed(full_run: FullRun, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(full_run.folder, tmp_path / "run"))
+    shutil.rmtree(folder / "checkpoints")
+    metrics = (folder / METRICS).read_bytes()
+    with pytest.raises(UserError, match=r"eepo warmup .* --resume --force"):
+        run(tiny(), folder, resume=True)
+    assert (folder / METRICS).read_bytes() == metrics
+
+
+def test_damaged_final_weights_are_written_again_and_not_evaluated_again(
+    full_run: FullRun, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(full_run.folder, tmp_path / "run"))
+    (folder / "final" / "model.safetensors").write_bytes(b"")
+    assert_same_run(run(tiny(), folder, resume=True), full_run.folder)
+
+
+def test_checkpoints_of_a_resumed_run_have_the_same_bytes(
+    full_run: FullRun, tmp_path: Path
+) -> None:
+    """Torch's random state is part of a checkpoint."""
+    folder = Path(shutil.copytree(full_run.after_step[4], tmp_path / "run"))
+    torch.manual_seed(99)
+    run(tiny(), folder, resume=True)
+    last = Path("checkpoints") / "step-000012"
+    for path in (full_run.folder / last).iterdir():
+        assert path.read_bytes() == (folder / last / path.name).read_bytes(), path.name
+
+
+def test_the_lock_is_released_at_the_end(full_run: FullRun, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(full_run.folder, tmp_path / "run"))
+    first = build_warmup(tiny(), folder, True, quiet())
+    with pytest.raises(UserError, match="is in use by process"):
+        run(tiny(), folder, resume=True)
+    first.run()
+    run(tiny(), folder, resume=True)
+
+
 @pytest.mark.parametrize("every", [0, 5])
 def test_a_run_stopped_during_its_evaluation_resumes_without_training(
     every: int, full_run: FullRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

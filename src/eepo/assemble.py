@@ -160,7 +160,7 @@ def _warmup(config: WarmupConfig, start: Start, lock: RunLock, progress: Progres
         config=config,
         policy=policy,
         evaluator=Evaluator(engine, reward),
-        checkpointer=Checkpointer(out / "checkpoints", model, tokenizer, optimizer, keep=1),
+        checkpointer=Checkpointer(out / "checkpoints", model, tokenizer, optimizer, keep=2),
         task=task,
         log=open_log(config, out, start, progress),
         progress=progress,

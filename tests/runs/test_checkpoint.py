@@ -175,7 +175,8 @@ KILL_POINTS = {
     "before the tokenizer": ("transformers.PreTrainedTokenizerFast.save_pretrained", _die),
     "before the moments": ("eepo.runs.checkpoint.save_file", _die),
     "before the state": ("eepo.runs.checkpoint.json", SimpleNamespace(dumps=_die)),
-    "before the flush to disk": ("eepo.runs.checkpoint._fsync", _die),
+    "before the checksums": ("eepo.runs.checkpoint.write_checksums", _die),
+    "before the flush to disk": ("eepo.runs.checkpoint.flush_to_disk", _die),
     "before the rename": ("os.rename", _die),
 }
 
@@ -236,9 +237,11 @@ def test_a_kill_while_a_step_is_saved_again_leaves_a_complete_checkpoint(
 def test_contents_are_flushed_before_the_rename(tmp_path: Path, tokenizer: Any) -> None:
     model = small_model()
     events: list[str] = []
-    fsync, rename = checkpoint._fsync, os.rename
+    flush, rename = checkpoint.flush_to_disk, os.rename
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "_fsync", lambda path: (events.append(path.name), fsync(path)))
+        patch.setattr(
+            checkpoint, "flush_to_disk", lambda path: (events.append(path.name), flush(path))
+        )
         patch.setattr(os, "rename", lambda *args: (events.append("RENAME"), rename(*args)))
         folder = Checkpointer(tmp_path, model, tokenizer, adamw(model), keep=2).save(1, {})
     renamed = events.index("RENAME")

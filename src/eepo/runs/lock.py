@@ -34,7 +34,6 @@ class RunLock:
 
     def __init__(self, folder: Path, force: bool = False) -> None:
         self.folder, self.path = folder, folder / LOCK
-        self._process = os.getpid()
         self._is_new_folder = not folder.exists()
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -52,8 +51,8 @@ class RunLock:
         self._write_owner()
 
     def release(self) -> None:
-        """Remove the lock. Do nothing in a forked child, or if the lock is released already."""
-        if self._file.closed or os.getpid() != self._process:
+        """Remove the lock, once. In a forked child, the file is closed: do nothing there."""
+        if self._file.closed:
             return
         self.path.unlink(missing_ok=True)
         self._file.close()
@@ -92,6 +91,7 @@ def _lock(path: Path, force: bool) -> IO[bytes]:
             raise UserError(f"--out {path.parent} is in use by {_describe(owner)}") from None
         except OSError as error:  # the file system has no locks
             if not force:
+                file.close()
                 raise UserError(
                     f"--out {path.parent} cannot be locked ({error.strerror}); "
                     "if no other process uses it, add --force"

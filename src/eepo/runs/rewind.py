@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from eepo.runs.jsonl import OnDamage, read_lines
+from eepo.runs.jsonl import read_lines
 from eepo.runs.writing import flush_to_disk, free_name, writing
 
 
@@ -21,11 +21,12 @@ class Rewound:
     num_expected: int  # rows up to `step` that the file had when the checkpoint was saved
     num_rows: int = 0  # rows up to `step` that were found
     damage: list[str] = field(default_factory=list)  # one error per unreadable line
+    num_repeated: int = 0  # rows that repeat a step
     copy: Path | None = None  # of the file as it was
 
     @property
     def is_damaged(self) -> bool:
-        return bool(self.damage) or self.num_rows < self.num_expected
+        return bool(self.damage or self.num_repeated) or self.num_rows < self.num_expected
 
     def line(self) -> str:
         """Describe the damage for the user."""
@@ -34,7 +35,9 @@ class Rewound:
             parts.append("the file is missing")
         if self.damage:
             reason = self.damage[0].removeprefix(f"{self.path}:")
-            parts.append(f"{len(self.damage)} unreadable lines (the first is line {reason})")
+            parts.append(f"{len(self.damage)} lines cannot be read (the first is line {reason})")
+        if self.num_repeated:
+            parts.append(f"{self.num_repeated} rows repeat a step")
         if self.num_rows < self.num_expected:
             rows = f"{self.num_rows} of {self.num_expected}"
             parts.append(f"it has {rows} rows up to step {self.step}")
@@ -55,7 +58,7 @@ def rewind(
     if not path.exists():
         return found
     num_bytes = 0
-    for line in _kept_lines(path, step, once_per_step, found.damage.append):
+    for line in _kept_lines(found, once_per_step):
         num_bytes += len(line)
         found.num_rows += 1
     if num_bytes == path.stat().st_size:
@@ -64,7 +67,7 @@ def rewind(
         found.copy = back_up(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with writing(path), temporary.open("wb") as file:
-        file.writelines(_kept_lines(path, step, once_per_step, lambda error: None))
+        file.writelines(_kept_lines(Rewound(path, step, num_expected), once_per_step))
     flush_to_disk(temporary)
     os.replace(temporary, path)
     return found
@@ -81,11 +84,12 @@ def back_up(path: Path) -> Path:
     return copy
 
 
-def _kept_lines(path: Path, step: int, once_per_step: bool, on_damage: OnDamage) -> Iterator[bytes]:
+def _kept_lines(found: Rewound, once_per_step: bool) -> Iterator[bytes]:
+    """Yield the lines to keep, and count the damage in `found`."""
     seen: set[int] = set()
-    for line, row in read_lines(path, on_damage):
+    for line, row in read_lines(found.path, found.damage.append):
         if once_per_step and row["step"] in seen:
-            on_damage(f"{path}: a second row of step {row['step']}")
-        elif row["step"] <= step:
+            found.num_repeated += 1
+        elif row["step"] <= found.step:
             seen.add(row["step"])
             yield line
