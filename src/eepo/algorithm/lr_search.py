@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 log = logging.getLogger(__name__)
 
 MAX_TRIES = 10
-CLOSE_ENOUGH = 1.5  # a KL within this factor of the target ends the search
+CLOSE_ENOUGH = 1.1  # a KL within this factor of the target ends the search
 LR_BOUNDS = (1e-9, 1e3)
 SLOPE_BOUNDS = (1.0, 64.0)
 NEGLIGIBLE = 1e-2  # times a rate: such a step has about 1e-4 of its KL
