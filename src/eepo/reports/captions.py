@@ -36,6 +36,14 @@ def describe_single_steps(runs: Sequence[Run]) -> str:
     return f"A single step is a dot{' (hollow for later stages)' * has_stages}."
 
 
+def describe_clipping(runs: Sequence[Run]) -> str:
+    """Return an empty text if all runs log clipping for each stage."""
+    names = dict.fromkeys(run.name for run in runs if run.series("clip_share"))
+    if not names:
+        return ""
+    return f"The share of clipped tokens is over all stages for {', '.join(names)}."
+
+
 def describe_num_samples(runs: Sequence[Run]) -> str:
     """Say how many samples the accuracies are over: points with few samples are noisier."""
     full, quick = (_num_samples(runs, kind) for kind in ("full", "quick"))

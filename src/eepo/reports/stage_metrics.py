@@ -11,6 +11,11 @@ Row = dict[str, Any]
 STAGED = ("reward", "entropy", "length", "truncated_share")  # also logged for each stage
 
 
+def only_numbers(values: Mapping[str, Any]) -> Row:
+    """Drop texts and missing values: loggers write null for NaN."""
+    return {key: value for key, value in values.items() if isinstance(value, int | float)}
+
+
 def rename(values: Mapping[str, Any], names: Mapping[str, str], prefix: str) -> Row:
     """Return the metrics in `names` under our names, and those with `prefix` without it."""
     row = {}

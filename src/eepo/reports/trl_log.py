@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from eepo.reports.stage_metrics import complete_stages, rename
+from eepo.reports.stage_metrics import complete_stages, only_numbers, rename
 from eepo.runs.jsonl import parse_json
 from eepo.types import UserError
 
@@ -53,8 +53,9 @@ def read_trl_log(file: Path) -> list[Row]:
     history = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(history, list):
         raise UserError(f"{file}: not the state of a TRL trainer (no log_history)")
-    rows = [entry for entry in history if isinstance(entry, dict) and "reward" in entry]
-    return [complete_stages({"step": row["step"]} | rename(row, NAMES, PREFIX)) for row in rows]
+    rows = [only_numbers(entry) for entry in history if isinstance(entry, dict)]
+    steps = [row for row in rows if {"step", "reward"} <= row.keys()]
+    return [complete_stages({"step": row["step"]} | rename(row, NAMES, PREFIX)) for row in steps]
 
 
 def _step(state: Path) -> int:

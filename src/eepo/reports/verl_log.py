@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from eepo.reports.stage_metrics import complete_stages, rename
+from eepo.reports.stage_metrics import complete_stages, only_numbers, rename
 from eepo.runs.jsonl import read_records
 from eepo.types import UserError
 
@@ -18,7 +18,8 @@ NAMES = {
     "critic/score/mean": "reward",
     "response_length/mean": "length",
     "response_length/clip_ratio": "truncated_share",
-    "actor/entropy": "policy_entropy",
+    "actor/entropy_loss": "policy_entropy",  # logged if the entropy bonus is used
+    "actor/entropy": "policy_entropy",  # logged if verl scores rollouts before the update
     "actor/grad_norm": "grad_norm",
     "actor/pg_clipfrac": "clip_share",
     "actor/perf/max_memory_allocated_gb": "memory/peak",
@@ -110,4 +111,4 @@ def _checked(row: Any, file: Path) -> Row:
     is_row = isinstance(row, dict) and isinstance(row.get("data"), dict)
     if not is_row or not isinstance(row.get("step"), int):
         raise UserError(f'{file}: not a log of verl; its rows are {{"step": N, "data": {{...}}}}')
-    return dict(row)
+    return {"step": row["step"], "data": only_numbers(row["data"])}

@@ -54,7 +54,7 @@ def export_folder(config: RunConfig, cluster: Cluster, out: Path) -> Export:
     """Write the folder. All mistakes in the recipe, the data and the options come first."""
     folder = out.resolve()
     local = _with_absolute_path(config)
-    values = settings(local, cluster) | dict(_folder_settings(config, folder))
+    values = settings(local, cluster)
     _check_folder(config, out)
     if config.training.num_steps == 0:
         raise UserError("training.num_steps = 0 cannot be exported to verl; allowed: 1 or more")
@@ -68,6 +68,7 @@ def export_folder(config: RunConfig, cluster: Cluster, out: Path) -> Export:
     train = list(verl_rows(prompts, "train", "train", tokenizer))
     sets = task.evaluation_sets().items()
     val = [row for name, problems in sets for row in verl_rows(problems, name, "val", tokenizer)]
+    values |= dict(_folder_settings(folder, has_evaluation=bool(val)))
     RunLog(folder).write_recipe(recipe.dump(config))
     write_parquet(folder / TRAIN, train)
     write_parquet(folder / VAL, val or train[:batch])  # verl needs a file, also if it never uses it
@@ -85,7 +86,7 @@ def _with_absolute_path(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, path=path))
 
 
-def _folder_settings(config: RunConfig, folder: Path) -> Iterator[Setting]:
+def _folder_settings(folder: Path, has_evaluation: bool) -> Iterator[Setting]:
     """Yield what differs from a command without data files."""
     yield "data.train_files", str(folder / TRAIN)
     yield "data.val_files", str(folder / VAL)
@@ -94,7 +95,7 @@ def _folder_settings(config: RunConfig, folder: Path) -> Iterator[Setting]:
     yield RAW_TEMPLATE_KEY, RAW_TEMPLATE
     yield "trainer.default_local_dir", str(folder / CHECKPOINTS)
     yield "hydra.run.dir", str(folder / "hydra")
-    if isinstance(config.task, DatasetConfig) and not config.task.evaluation:
+    if not has_evaluation:
         yield "trainer.test_freq", -1
         yield "trainer.val_before_train", False
 
