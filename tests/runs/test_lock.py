@@ -6,8 +6,8 @@ import errno
 import fcntl
 import json
 import os
+import platform
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -33,7 +33,7 @@ def error_of(folder: Path, force: bool = False) -> str:
 @pytest.mark.parametrize("force", [False, True])
 def test_a_second_lock_is_refused_with_host_and_process(force: bool, tmp_path: Path) -> None:
     first = RunLock(tmp_path)
-    owner = f"process {os.getpid()} on host {socket.gethostname()} (started 20"
+    owner = f"process {os.getpid()} on host {platform.node()} (started 20"
     assert error_of(tmp_path, force).startswith(f"--out {tmp_path} is in use by {owner}")
     first.release()
     RunLock(tmp_path).release()

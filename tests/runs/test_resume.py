@@ -561,9 +561,12 @@ def test_leftovers_of_a_kill_are_removed_at_the_next_start(finished: Finished, c
     for leftover in leftovers:
         leftover.mkdir()
         (leftover / "model.safetensors").write_bytes(b"half")
+    files = ("recipe.toml", "environment.json", LAST_CHECKPOINT, METRICS, f"{METRICS}.bak-1")
+    for name in files:
+        (copy / f".{name}.4242").write_bytes(b"half")
     run(finished.config, copy)
-    assert not any(leftover.exists() for leftover in leftovers)
     assert contents(copy) == contents(finished.folder)
+    assert not any(leftover.exists() for leftover in leftovers)
 
 
 @DAMAGE

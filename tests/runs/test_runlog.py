@@ -114,3 +114,61 @@ def test_the_environment_has_versions_device_and_command(tmp_path: Path) -> None
 def test_without_git_the_commit_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert runlog.environment("cpu")["commit"] is None
+
+
+def test_a_rewind_counts_the_rows_that_it_keeps(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    log.append(METRICS, {"step": 1}, {"step": 2}, {"step": 3})
+    assert log.num_rows == {METRICS: 3, EVALUATIONS: 0, COMPLETIONS: 0, ALARMS: 0}
+    resumed = RunLog(tmp_path)
+    assert resumed.rewind(2, {METRICS: 2}) == []
+    assert resumed.num_rows[METRICS] == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == [METRICS]
+
+
+def test_a_rewind_reports_missing_rows_and_does_not_copy_an_unchanged_file(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    log.append(METRICS, {"step": 1})
+    [line] = log.rewind(3, {METRICS: 3})
+    assert f"{tmp_path / METRICS} is damaged: it has 1 of 3 rows up to step 3" in line
+    assert [path.name for path in tmp_path.iterdir()] == [METRICS]
+
+
+def test_a_rewind_keeps_a_copy_of_a_damaged_file(tmp_path: Path) -> None:
+    damaged = b'{"step": 1}\n{"step": \0\0}\n{"step": 3}\n{"step": 4}\n'
+    (tmp_path / METRICS).write_bytes(damaged)
+    [line] = RunLog(tmp_path).rewind(3, {METRICS: 3})
+    assert "line 2 cannot be read: not JSON" in line
+    assert "it has 2 of 3 rows up to step 3; it is kept as metrics.jsonl.bak-1" in line
+    assert (tmp_path / METRICS).read_bytes() == b'{"step": 1}\n{"step": 3}\n'
+    assert (tmp_path / f"{METRICS}.bak-1").read_bytes() == damaged
+
+
+def test_with_copies_a_rewind_copies_only_files_that_change(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    log.append(METRICS, {"step": 1}, {"step": 2})
+    log.append(COMPLETIONS, {"step": 1})
+    assert log.rewind(1, keep_copies=True) == [
+        "the rows after step 1 are dropped; copies: metrics.jsonl.bak-1"
+    ]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [COMPLETIONS, METRICS, f"{METRICS}.bak-1"]
+
+
+def test_a_killed_rewind_loses_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = RunLog(tmp_path)
+    log.append(METRICS, {"step": 1}, {"step": 2})
+    before = (tmp_path / METRICS).read_bytes()
+
+    def kill(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("replace", "rename"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, kill)
+            with pytest.raises(KeyboardInterrupt):
+                log.rewind(1, keep_copies=True)
+        assert (tmp_path / METRICS).read_bytes() == before
+    log.rewind(1, keep_copies=True)
+    assert all(path.read_bytes() == before for path in tmp_path.glob("*.bak-*"))
+    assert not list(tmp_path.glob(".*"))

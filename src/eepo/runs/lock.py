@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import socket
+import platform
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -105,7 +105,7 @@ def _lock(path: Path, force: bool) -> IO[bytes]:
 
 def _this_process() -> dict[str, Any]:
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"host": socket.gethostname(), "boot": _boot(), "pid": os.getpid(), "started": started}
+    return {"host": platform.node(), "boot": _boot(), "pid": os.getpid(), "started": started}
 
 
 def _boot() -> str:

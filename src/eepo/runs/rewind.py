@@ -34,8 +34,9 @@ class Rewound:
         if not self.path.exists():
             parts.append("the file is missing")
         if self.damage:
-            reason = self.damage[0].removeprefix(f"{self.path}:")
-            parts.append(f"{len(self.damage)} lines cannot be read (the first is line {reason})")
+            number, _, reason = self.damage[0].removeprefix(f"{self.path}:").partition(": ")
+            more = f" and {len(self.damage) - 1} more" if len(self.damage) > 1 else ""
+            parts.append(f"line {number}{more} cannot be read: {reason}")
         if self.num_repeated:
             parts.append(f"{self.num_repeated} rows repeat a step")
         if self.num_rows < self.num_expected:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -28,6 +29,7 @@ METRICS, EVALUATIONS, COMPLETIONS = "metrics.jsonl", "evaluations.jsonl", "compl
 ALARMS = "alarms.jsonl"
 RECORDS = (METRICS, EVALUATIONS, COMPLETIONS, ALARMS)
 LAST_CHECKPOINT = "last_checkpoint.json"  # {"step": N}: tells "never saved" from "lost"
+LEFTOVER = re.compile(r"\..+\.(toml|json|jsonl|txt|bak-\d+)\.\d+")  # see write_atomically
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "tokenizers")
 
 
@@ -81,13 +83,14 @@ class RunLog:
     def rewind(
         self, step: int, num_expected: Mapping[str, int] | None = None, keep_copies: bool = False
     ) -> list[str]:
-        """Drop the lines after `step`, unfinished lines, and leftovers of a killed rewind.
+        """Drop the lines after `step`, unfinished lines, and temporary files of a killed process.
 
         `num_expected` has the number of rows that each file must have up to `step`. Return a line
         for each damaged file, and with `keep_copies` a line that names the copies.
         """
-        for leftover in self.folder.glob(".*.jsonl.*"):
-            leftover.unlink()
+        for path in self.folder.glob(".*"):
+            if LEFTOVER.fullmatch(path.name):
+                path.unlink()
         notes, copies = [], []
         for name in RECORDS:
             expected = (num_expected or {}).get(name, 0)
