@@ -6,8 +6,8 @@ import copy
 import dataclasses
 import io
 import json
+import os
 import shutil
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,16 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from eepo import cli
 from eepo.assemble import build_evaluation
 from eepo.evaluation.benchmark_run import BenchmarkEvaluation, weights_digest
 from eepo.evaluation.options import BenchmarkOptions
 from eepo.evaluation.results import average, benchmark_values, results
-from eepo.evaluation.sets import PromptSet, pick_template, read_run_recipe
+from eepo.evaluation.sets import PromptSet
 from eepo.evaluation.store import Store
 from eepo.model import loading
 from eepo.rewards.countdown import parse_expression
 from eepo.rollout.transformers import TransformersEngine
+from eepo.runs.lock import RunLock
 from eepo.runs.progress import Progress
 from eepo.types import Completion, Prompt, Sampling, UserError, Verdict
 
@@ -244,6 +244,20 @@ def test_a_kill_while_writing_loses_at_most_one_chunk(
     assert engine.calls
     # Batches of other shapes would round differently.
     assert [call for call in engine.calls if call not in CHUNKS] == []
+
+
+def test_a_second_process_is_refused_and_writes_nothing(
+    tmp_path: Path, engine: RecordingEngine, problem_set: PromptSet
+) -> None:
+    second = evaluation(tmp_path, engine, SumReward(), problem_set)
+    first = RunLock(tmp_path)
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    with pytest.raises(UserError, match=f"is in use by process {os.getpid()} on host"):
+        second.run()
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+    first.release()
+    second.run()
+    assert not (tmp_path / ".lock").exists()
 
 
 def test_a_finished_evaluation_samples_nothing(
@@ -509,66 +523,3 @@ def test_problems_with_too_long_prompts_are_counted(
     assert 0 < left_out < 7
     assert written["benchmarks"]["amc23"]["num_left_out"] == left_out
     assert written["benchmarks"]["amc23"]["num_problems"] == 7 - left_out
-
-
-@pytest.fixture
-def unfinished_run(tmp_path: Path) -> Path:
-    """Write a run on a data set that was stopped after two checkpoints."""
-    folder = tmp_path / "run_50%"
-    for step in (10, 20):
-        shutil.copytree(loading.BUILTIN / "countdown", folder / "checkpoints" / f"step-{step:06d}")
-    (folder / "recipe.toml").write_text('[task]\nname = "dataset"\ntemplate = "{problem}"\n')
-    return folder
-
-
-def test_an_unfinished_run_is_evaluated_at_its_latest_checkpoint_with_its_template(
-    options: BenchmarkOptions, tmp_path: Path, unfinished_run: Path
-) -> None:
-    settings = run(options, tmp_path / "out", model=str(unfinished_run), template=None)["settings"]
-    assert settings["path"] == str(unfinished_run / "checkpoints" / "step-000020")
-    assert settings["template"] == "{problem}"
-
-
-def test_template_is_the_users_else_that_of_the_run_else_boxed(
-    unfinished_run: Path, tmp_path: Path
-) -> None:
-    run_recipe = read_run_recipe(str(unfinished_run / "checkpoints" / "step-000010"))
-    assert pick_template(None, run_recipe) == "{problem}"
-    assert pick_template("chat", run_recipe) == "chat"
-    countdown = {"task": {"name": "countdown", "template": "{numbers} = {target}"}}
-    assert pick_template(None, countdown) == "boxed"
-    assert pick_template(None, read_run_recipe("acme/model")) == "boxed"
-
-
-def test_command_writes_all_results_and_may_be_repeated(
-    data: Path,
-    unfinished_run: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    arguments = ["eval", unfinished_run, "--benchmarks", "amc23, minerva_math", "--data-dir", data]
-    arguments += ["--samples", 2, "--temperature", 0.7, "--max-new-tokens", 12]
-    arguments += ["--reward", "exact", "--device", "cpu"]
-    monkeypatch.setattr(sys, "argv", ["eepo", *map(str, arguments)])
-    run_command()
-    folder = tmp_path / "evaluations" / "run_50%"
-    assert "greedy pass@1" in capsys.readouterr().out
-    assert "run\\_50\\%" in (folder / "results.tex").read_text()
-    assert "| run_50% |" in (folder / "results.md").read_text()
-    assert len((folder / "completions" / "minerva_math.jsonl").read_text().splitlines()) == 7 * 3
-    first = (folder / "results.json").read_bytes()
-    run_command()
-    assert (folder / "results.json").read_bytes() == first
-    monkeypatch.setattr(
-        sys, "argv", ["eepo", "table", f"EEPO={folder}", str(folder), "--out", "tables"]
-    )
-    run_command()
-    assert "| EEPO |" in (tmp_path / "tables" / "results.md").read_text()
-
-
-def run_command() -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert not ended.value.code

@@ -30,7 +30,8 @@ MEMORY_MB = 12.0
 PAGES = ("", "status", "report")
 KNOBS = {
     "num_steps = 6": "num_steps = {steps}",
-    "prompts_per_step = 4": "prompts_per_step = 2",
+    "max_new_tokens = 8": "max_new_tokens = 4",
+    "prompts_per_step = 4": "prompts_per_step = 1",
     "prompts_per_mini_batch = 2": "prompts_per_mini_batch = 1",
     "checkpoint_every = 2": "checkpoint_every = 50",
     "every = 2\nnum_samples": "every = 100\nnum_samples",

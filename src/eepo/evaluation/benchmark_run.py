@@ -19,6 +19,7 @@ from eepo.evaluation.results import write_results
 from eepo.evaluation.sets import PromptSet
 from eepo.evaluation.store import Store
 from eepo.protocols import Reward, RolloutEngine
+from eepo.runs.lock import RunLock
 from eepo.runs.progress import Progress
 from eepo.types import Completion, Prompt, Sampling, UserError, Verdict
 
@@ -48,10 +49,16 @@ class BenchmarkEvaluation:
 
     def run(self) -> Path:
         """Sample and grade what is missing; return the path of the results."""
-        for prompt_set in self.sets:
-            for sampling_pass in self._passes(prompt_set):
-                self._complete(prompt_set, sampling_pass)
-        return write_results(self.store.folder)
+        # Another process would append the same completions. `force`: only a process of this
+        # machine can refuse the lock, because the command has no option to override it.
+        lock = RunLock(self.store.folder, force=True)
+        try:
+            for prompt_set in self.sets:
+                for sampling_pass in self._passes(prompt_set):
+                    self._complete(prompt_set, sampling_pass)
+            return write_results(self.store.folder)
+        finally:
+            lock.release()
 
     def _passes(self, prompt_set: PromptSet) -> list[_Pass]:
         temperature, length = self.sampling.temperature, self.sampling.max_new_tokens
