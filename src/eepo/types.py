@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, SupportsFloat
+from typing import Any, NoReturn
 
 MAX_REWARD = 1e9  # advantages are computed in float32, where squares of huge rewards overflow
 
@@ -76,11 +76,12 @@ class Verdict:
         """Refuse values that would fail later, in a place that does not name the reward."""
         if type(self.reward) is not float or not abs(self.reward) <= MAX_REWARD:
             object.__setattr__(self, "reward", _as_reward(self.reward))
-        texts = {"answer": self.answer, "reason": self.reason, "label": self.label}
-        for name, text in texts.items():
-            if not isinstance(text, str) and not (name == "answer" and text is None):
-                allowed = "a str or None" if name == "answer" else "a str"
-                raise UserError(f"Verdict.{name} must be {allowed}, got {reprlib.repr(text)}")
+        if not isinstance(self.answer, str | None):
+            _refuse("answer", "a str or None", self.answer)
+        if not isinstance(self.reason, str):
+            _refuse("reason", "a str", self.reason)
+        if not isinstance(self.label, str):
+            _refuse("label", "a str", self.label)
 
     @property
     def correct(self) -> bool:
@@ -88,9 +89,13 @@ class Verdict:
         return self.reward >= 1
 
 
-def _as_reward(value: object) -> float:
+def _refuse(name: str, allowed: str, value: object) -> NoReturn:
+    raise UserError(f"Verdict.{name} must be {allowed}, got {reprlib.repr(value)}")
+
+
+def _as_reward(value: Any) -> float:
     try:
-        number = float(value) if isinstance(value, SupportsFloat) else math.nan
+        number = float(value) if hasattr(value, "__float__") else math.nan  # not a text
     except (TypeError, ValueError, RuntimeError, OverflowError):  # an array or a huge integer
         number = math.nan
     if not abs(number) <= MAX_REWARD:  # also true for nan

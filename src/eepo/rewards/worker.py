@@ -25,7 +25,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Any
 
 from eepo.rewards.descendants import (
     adopt_orphans,
@@ -139,9 +139,9 @@ def as_verdict(result: Any, text: str) -> Verdict:
     """Convert the result of a user's function, which may be a Verdict, a number or a bool."""
     if isinstance(result, Verdict):
         return result
-    if not isinstance(result, SupportsFloat):
+    if not hasattr(result, "__float__"):
         raise UserError(f"it must return a Verdict, a number or a bool, got {reprlib.repr(result)}")
-    return Verdict(result, text.strip() or None)  # type: ignore[arg-type]  # it converts the number
+    return Verdict(result, text.strip() or None)  # it converts the number to a float
 
 
 def _serve(function: GradingFunction, cpu_seconds: float, state: SharedState, pipes: Pipes) -> None:
