@@ -13,6 +13,7 @@ import torch
 from eepo import recipe
 from eepo.algorithm import EEPO
 from eepo.config import (
+    DatasetConfig,
     ModelConfig,
     RewardConfig,
     RolloutConfig,
@@ -23,16 +24,12 @@ from eepo.config import (
     WarmupConfig,
 )
 from eepo.evaluation.benchmark_run import BenchmarkEvaluation, weights_digest
+from eepo.evaluation.defaults import describe_evaluation, fill_up
 from eepo.evaluation.evaluate import Evaluator
-from eepo.evaluation.options import BenchmarkOptions
-from eepo.evaluation.sets import (
-    PromptSet,
-    load_problems,
-    make_prompt_sets,
-    pick_template,
-    read_run_recipe,
-)
+from eepo.evaluation.options import OPTION_NAMES, BenchmarkOptions
+from eepo.evaluation.sets import PromptSet, load_problems, make_prompt_sets, task_sets
 from eepo.evaluation.store import Store
+from eepo.evaluation.trained_run import TrainedRun, find_run
 from eepo.model import loading, memory
 from eepo.model.compilation import compile_layers, should_compile_layers
 from eepo.model.optimizers import build_optimizer
@@ -175,56 +172,62 @@ def _warmup(config: WarmupConfig, start: Start, lock: RunLock, progress: Progres
 def build_evaluation(
     options: BenchmarkOptions, out: Path, progress: Progress
 ) -> BenchmarkEvaluation:
-    """Return a benchmark evaluation, at the start or where the one in `out` was stopped.
+    """Return an evaluation, at the start or where the one in `out` was stopped.
 
     User errors are raised before the weights are loaded.
     """
-    problems = load_problems(options.benchmarks, options.data_dir, options.limit)
-    run_recipe = read_run_recipe(options.model)
-    template = pick_template(options.template, run_recipe)
-    stop = run_recipe.get("rollout", {}).get("stop", "")
+    run = find_run(options.model)
+    settings = fill_up(options, run)
     where = ModelConfig(options.model, options.revision, options.trust_remote_code, options.device)
     device, tokenizer = loading.pick_device(where.device), loading.load_tokenizer(where)
-    if tokenizer.chat_template and options.template is None and not run_recipe:
-        progress.print(
-            f'prompts use the template "{template}"; the model also has a chat template, which '
-            "--template chat selects"
-        )
-    sets = make_prompt_sets(problems, template, tokenizer, options.max_prompt_tokens)
-    dtype = loading.pick_dtype("auto", device)
-    store, reward = Store(out), _open(build_grader(RewardConfig(name=options.reward)))
-    settings = _evaluation_settings(options, sets)
-    settings |= {"template": template, "stop": stop, "dtype": str(dtype)}
-    store.check(settings)
+    if run and not options.benchmarks:
+        sets, reward = _sets_of_run(run, options, tokenizer, progress)
+    else:
+        if tokenizer.chat_template and options.template is None and not run:
+            progress.print(
+                f'prompts use the template "{settings.template}"; the model also has a chat '
+                "template, which --template chat selects"
+            )
+        problems = load_problems(options.benchmarks, settings.data_dir, options.limit)
+        sets = make_prompt_sets(problems, settings.template, tokenizer, settings.max_prompt_tokens)
+        reward = build_grader(RewardConfig(name=settings.reward))
+    dtype = loading.pick_dtype(settings.dtype, device)
+    store = Store(out)
+    _open(reward)
+    description = describe_evaluation(options, settings, run, sets) | {"dtype": str(dtype)}
+    description["path"] = loading.resolve(options.model)
+    store.check(description)
     model = loading.load_model(where, device, dtype)
     prompts = (prompt for prompt_set in sets for prompt in prompt_set.prompts)
-    check_length(model, prompts, "--max-new-tokens", options.max_new_tokens)
-    store.open(settings | {"weights": weights_digest(model)}, _describe(device))
-    engine = builtin_engine(model, tokenizer, options.max_rows, stop)
-    sampling = options.sampling
+    check_length(model, prompts, "--max-new-tokens", settings.max_new_tokens)
+    description["weights"] = weights_digest(model)
+    store.open(description, _describe(device), run.recipe_text() if run else "")
+    max_rows = settings.max_rows
+    engine = builtin_engine(model, tokenizer, max_rows, settings.stop)
+    sampling = settings.sampling(options.seed)
     return BenchmarkEvaluation(
-        engine, reward, sets, store, options.num_samples, sampling, options.max_rows, progress
+        engine, reward, sets, store, options.num_samples, sampling, max_rows, progress
     )
 
 
-def _evaluation_settings(options: BenchmarkOptions, sets: list[PromptSet]) -> dict[str, Any]:
-    """Return the settings that identify an evaluation. A folder holds one evaluation."""
-    names = (
-        "model",
-        "revision",
-        "reward",
-        "max_new_tokens",
-        "max_prompt_tokens",
-        "limit",
-        "num_samples",
-    )
-    return {
-        **{name: getattr(options, name) for name in names},
-        "temperature": options.sampling.temperature if options.num_samples else None,
-        "seed": options.seed if options.num_samples else None,
-        "path": loading.resolve(options.model),
-        "benchmarks": {prompt_set.name: prompt_set.settings() for prompt_set in sets},
-    }
+def _sets_of_run(
+    run: TrainedRun, options: BenchmarkOptions, tokenizer: Any, progress: Progress
+) -> tuple[list[PromptSet], Reward]:
+    """Return the evaluation sets of the run's task, and its grader."""
+    kind: type[RunConfig | WarmupConfig] = RunConfig if run.seed is not None else WarmupConfig
+    config = recipe.load(kind, run.folder / "recipe.toml")
+    names = ("data_dir", "template", "max_prompt_tokens")
+    changes = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if changes and not isinstance(config.task, DatasetConfig):
+        raise UserError(
+            f"{OPTION_NAMES[next(iter(changes))]} needs --benchmarks: the run has the task "
+            f'"{config.task.name}"'
+        )
+    config_task = dataclasses.replace(config.task, **changes)
+    task = _task(config_task, tokenizer, run.seed or 0, progress)
+    if options.reward is not None:
+        return task_sets(task, options.limit), build_grader(RewardConfig(name=options.reward))
+    return task_sets(task, options.limit), build_reward(config.reward, config_task)
 
 
 def check_length(model: Any, prompts: Iterable[Prompt], knob: str, max_new_tokens: int) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from eepo.adapters.verl.cluster import Cluster
-from eepo.evaluation.options import BenchmarkOptions, option, option_name
+from eepo.evaluation.options import BenchmarkOptions, option, option_name, split_names
 from eepo.runs.progress import Progress
 from eepo.types import UserError
 
@@ -335,7 +335,9 @@ def grade(
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(help="Folders of runs, comparisons or sweeps; runs are grouped by recipe."),
+        typer.Argument(
+            help="Folders of runs, comparisons, sweeps or evaluations; runs are grouped by recipe."
+        ),
     ],
     out: Annotated[Path, typer.Option("--out", help="The HTML page.")] = Path("report.html"),
 ) -> None:
@@ -376,27 +378,29 @@ def evaluate(
     options: BenchmarkOptions,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="Output folder; default: evaluations/ and the model's name."),
+        typer.Option(
+            "--out", help="Output folder; default: evaluations/ and the name of the model or run."
+        ),
     ] = None,
 ) -> None:
-    """Evaluate on math benchmarks: greedy pass@1, and pass@k of samples.
+    """Evaluate a model or a run: greedy pass@1, and pass@k of samples.
 
-    The same command continues a stopped evaluation.
+    A run is evaluated as it was trained. The same command continues a stopped evaluation.
     """
     from eepo import assemble
+    from eepo.evaluation.trained_run import evaluation_name
+    from eepo.reports.benchmark_results import ACCURACY, read_results
     from eepo.reports.benchmark_tables import (
         format_terminal,
         measures_table,
-        model_label,
-        read_result,
         write_benchmark_tables,
     )
 
-    progress, folder = Progress(), out or Path("evaluations") / model_label(options.model)
+    progress, folder = Progress(), out or Path("evaluations") / evaluation_name(options.model)
     results = assemble.build_evaluation(options, folder, progress).run()
-    files = [results, *write_benchmark_tables([folder], folder)]
-    table = measures_table(read_result(folder))
-    progress.console.print(format_terminal(table, progress.console.width))
+    rows = read_results([folder])
+    files = [results, *write_benchmark_tables(rows, folder, ACCURACY)]
+    progress.console.print(format_terminal(measures_table(rows[0]), progress.console.width))
     progress.print(f"results: {', '.join(map(str, files))}; completions: {folder / 'completions'}")
 
 
@@ -404,22 +408,31 @@ def evaluate(
 def table(
     folders: Annotated[
         list[str],
-        typer.Argument(help="Folders of evaluations, in the order of the rows; or LABEL=FOLDER."),
+        typer.Argument(
+            help="Folders of runs, comparisons or evaluations, in the order of the rows; or "
+            "LABEL=FOLDER. Seeds of one method become one row."
+        ),
     ],
     out: Annotated[Path, typer.Option("--out", help="Folder for the tables.")] = Path("tables"),
+    measure: Annotated[str, typer.Option("--measure", help="greedy, mean or pass@K.")] = "greedy",
+    on: Annotated[
+        str, typer.Option("--on", metavar="SETS", help="Evaluation sets, separated by commas.")
+    ] = "",
 ) -> None:
-    """Write the evaluations of several models into one table, in Markdown and LaTeX."""
+    """Write the evaluations of runs and models into one table, in Markdown and LaTeX."""
+    from eepo.reports.benchmark_results import read_results
     from eepo.reports.benchmark_tables import (
-        accuracy_table,
+        comparison_table,
         format_terminal,
-        read_result,
+        parse_measure,
         write_benchmark_tables,
     )
 
-    progress = Progress()
-    files = write_benchmark_tables(folders, out)
-    accuracies = accuracy_table([read_result(folder) for folder in folders])
-    progress.console.print(format_terminal(accuracies, progress.console.width))
+    progress, key = Progress(), parse_measure(measure)
+    results = read_results(folders, key, split_names(on))
+    files = write_benchmark_tables(results, out, key)
+    table = comparison_table(results, key)
+    progress.console.print(format_terminal(table, progress.console.width))
     progress.print(f"tables: {', '.join(map(str, files))}")
 
 

@@ -9,6 +9,16 @@ from dataclasses import dataclass, field
 from string import Formatter
 from typing import Any, Literal
 
+# Benchmarks that `task.evaluation` and `eepo eval` know by name, with their titles in tables
+BENCHMARK_TITLES = {
+    "minerva_math": "Minerva Math",
+    "olympiadbench": "OlympiadBench",
+    "amc23": "AMC 23",
+    "aime24": "AIME 24",
+    "aime25": "AIME 25",
+    "math500": "MATH-500",
+    "gsm8k": "GSM8K",
+}
 AUTO_COMPILE_PARAMETERS = 100_000_000  # below this, steps are too short to gain from compilation
 
 

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 
 from eepo.evaluation.estimates import pass_at_k, powers_of_two
+from eepo.evaluation.results import set_title, write_results
+from eepo.evaluation.store import Store
+from eepo.evaluation.trained_run import find_run
 
 NUM_STEPS, NUM_SAMPLES = 30, 32
 
@@ -65,6 +68,63 @@ def evaluation_row(step: int, kind: str, name: str, correct: Sequence[int]) -> d
         "length": 20.0, "truncated_share": 0.0, "seconds": 1.0,
     }  # fmt: skip
     return row | ({"problems": problems} if kind == "full" else {})
+
+
+WriteEvaluation = Callable[..., Path]
+
+
+@pytest.fixture
+def write_evaluation(tmp_path: Path) -> WriteEvaluation:
+    """Return write_evaluation("a", correct=[8, 0]): it writes a folder of eepo eval.
+
+    With `run`, it is the evaluation of that run folder. Each problem has 8 samples.
+    """
+
+    def write(
+        name: str,
+        correct: Sequence[int] = (8, 2, 0),
+        run: Path | None = None,
+        sets: Sequence[str] = ("in_range", "out_of_range"),
+        num_samples: int = 8,
+    ) -> Path:
+        trained = find_run(str(run)) if run else None
+        store = Store(tmp_path / "evaluations" / name)
+        description = {
+            "model": str(run or f"acme/{name}"),
+            "method": trained.method if trained else name,
+            "run_seed": trained.seed if trained else None,
+            "step": trained.step if trained else None,
+            "template": "boxed",
+            "max_new_tokens": 4096,
+            "max_prompt_tokens": 1024,
+            "limit": 0,
+            "reward": "math",
+            "num_samples": num_samples,
+            "temperature": 1.0,
+            "weights": name,
+            "benchmarks": {
+                key: {"title": set_title(key), "num_problems": len(correct), "num_left_out": 0}
+                for key in sets
+            },
+        }
+        store.open(description, "cpu", trained.recipe_text() if trained else "")
+        for key in sets:
+            greedy = [evaluation_line(index, 2 * n > 8) for index, n in enumerate(correct)]
+            samples = [
+                evaluation_line(index, sample < n)
+                for index, n in enumerate(correct)
+                for sample in range(num_samples)
+            ]
+            store.append(key, greedy + samples)
+        write_results(store.folder)
+        return store.folder
+
+    return write
+
+
+def evaluation_line(index: int, is_correct: bool) -> dict[str, Any]:
+    answer = {"answer": "yes" if is_correct else "no", "reward": float(is_correct)}
+    return {"id": f"p{index}", "num_tokens": 10, "finished": True} | answer
 
 
 def to_lines(rows: Sequence[dict[str, Any]]) -> str:

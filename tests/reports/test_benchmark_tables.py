@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from eepo.evaluation.trained_run import model_label
+from eepo.reports.benchmark_results import ACCURACY, ModelResult, read_results
 from eepo.reports.benchmark_tables import (
-    accuracy_table,
+    comparison_table,
     escape_latex,
     format_latex,
     format_markdown,
     format_terminal,
     measures_table,
-    model_label,
-    read_result,
+    parse_measure,
     write_benchmark_tables,
 )
 from eepo.types import UserError
@@ -73,6 +74,11 @@ def write(
     return folder
 
 
+def read_result(source: str | Path) -> ModelResult:
+    (result,) = read_results([source])
+    return result
+
+
 def cells(line: str) -> list[str]:
     return [
         cell.strip()
@@ -85,7 +91,7 @@ def test_models_are_rows_and_benchmarks_columns_with_the_average_last(tmp_path: 
         write(tmp_path / "a", "Qwen/Qwen2.5-3B", [0.118, 0.2]),
         write(tmp_path / "b", "runs/eepo", [0.2351, 0.45]),
     ]
-    text = format_latex(accuracy_table([read_result(folder) for folder in folders]))
+    text = format_latex(comparison_table(read_results(folders)))
     rows = [cells(line) for line in text.splitlines() if "&" in line]
     assert [re.sub(r"\\textbf|[{}]", "", cell) for cell in rows[0]][0::2] == ["Method", "AMC 23"]
     assert rows[1:] == [["Qwen2.5-3B", "11.8", "20.0", "15.9"], ["eepo", "23.5", "45.0", "34.3"]]
@@ -93,7 +99,7 @@ def test_models_are_rows_and_benchmarks_columns_with_the_average_last(tmp_path: 
 
 
 def test_markdown_shows_intervals(tmp_path: Path) -> None:
-    table = accuracy_table([read_result(write(tmp_path / "a", "acme/m", [0.25]))])
+    table = comparison_table(read_results([write(tmp_path / "a", "acme/m", [0.25])]))
     head, rule, line, *_ = format_markdown(table).splitlines()
     assert (cells(head), cells(rule)) == (
         ["Method", "Minerva Math", "Average"],
@@ -127,7 +133,7 @@ def test_an_average_over_other_benchmarks_is_omitted(tmp_path: Path) -> None:
         write(tmp_path / "a", "acme/all", [0.1, 0.2, 0.3]),
         write(tmp_path / "b", "acme/two", [0.1, 0.2]),
     ]
-    table = accuracy_table([read_result(folder) for folder in folders])
+    table = comparison_table(read_results(folders))
     assert [[cell.number for cell in row] for _, row in table.rows] == [
         ["10.0", "20.0", "30.0", "20.0"],
         ["10.0", "20.0", "–", "–"],
@@ -139,12 +145,12 @@ def test_rows_with_different_settings_are_marked_as_not_comparable(tmp_path: Pat
         write(tmp_path / "a", "acme/first", [0.1]),
         write(tmp_path / "b", "acme/two", [0.1], template="chat", max_new_tokens=8192),
     ]
-    results = [read_result(folder) for folder in folders]
+    results = read_results(folders)
     assert (
         "not comparable: they differ in template, max_new_tokens."
-        in accuracy_table(results).caption
+        in comparison_table(results).caption
     )
-    assert "not comparable" not in accuracy_table(results[:1]).caption
+    assert "not comparable" not in comparison_table(results[:1]).caption
 
 
 def test_rows_with_different_numbers_of_problems_are_marked_as_not_comparable(
@@ -153,14 +159,11 @@ def test_rows_with_different_numbers_of_problems_are_marked_as_not_comparable(
     folders = [write(tmp_path / name, f"acme/{name}", [0.1]) for name in ("a", "b")]
     path = folders[1] / "results.json"
     path.write_text(path.read_text().replace('"num_problems": 40', '"num_problems": 39'))
-    assert (
-        "differ in number of problems."
-        in accuracy_table([read_result(folder) for folder in folders]).caption
-    )
+    assert "differ in number of problems." in comparison_table(read_results(folders)).caption
 
 
 def test_skipped_problems_are_counted_in_the_caption(tmp_path: Path) -> None:
-    table = accuracy_table([read_result(write(tmp_path / "a", "acme/m", [0.1], left_out=3))])
+    table = comparison_table(read_results([write(tmp_path / "a", "acme/m", [0.1], left_out=3)]))
     assert "3 of Minerva Math" in table.caption
     assert "Minerva Math 40" in table.caption
 
@@ -189,7 +192,8 @@ def test_a_row_can_be_given_a_label(tmp_path: Path) -> None:
 
 def test_special_characters_are_escaped_in_latex_and_markdown(tmp_path: Path) -> None:
     name = "a_b%c&d#e$f{g}~h^i\\j|k<l"
-    write_benchmark_tables([f"{name}={write(tmp_path / 'a', 'acme/m', [0.1])}"], tmp_path / "out")
+    source = f"{name}={write(tmp_path / 'a', 'acme/m', [0.1])}"
+    write_benchmark_tables(read_results([source]), tmp_path / "out", ACCURACY)
     tex, text = ((tmp_path / "out" / f"results.{kind}").read_text() for kind in ("tex", "md"))
     row = next(line for line in tex.splitlines() if line.startswith("a\\_b"))
     assert row == (
@@ -209,7 +213,7 @@ def test_no_cell_is_cut_off_on_the_terminal(width: int, tmp_path: Path) -> None:
     folder = write(tmp_path / "a", "acme/[red]m", [0.1, 0.2, 0.3])
     console = Console(file=io.StringIO(), width=width)
     console.print(format_terminal(measures_table(read_result(folder)), width))
-    console.print(format_terminal(accuracy_table([read_result(folder)]), width))
+    console.print(format_terminal(comparison_table(read_results([folder])), width))
     text = console.file.getvalue()
     assert "…" not in text
     assert "[red]m" in text
@@ -217,10 +221,22 @@ def test_no_cell_is_cut_off_on_the_terminal(width: int, tmp_path: Path) -> None:
         assert number in text
 
 
-@pytest.mark.parametrize("content", [None, "{", "[]", "{}", '{"settings": {}}'])
-def test_folders_without_results_are_refused(content: str | None, tmp_path: Path) -> None:
-    if content is not None:
-        (tmp_path / "results.json").write_text(content)
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"settings": {}}'])
+def test_damaged_results_are_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text(content)
     with pytest.raises(UserError, match=re.escape(str(tmp_path))):
-        write_benchmark_tables([tmp_path], tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+        read_results([tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("name", "measure"),
+    [("greedy", ACCURACY), ("mean", "samples/pass@1"), ("pass@08", "samples/pass@8")],
+)
+def test_measures_have_the_names_of_reports(name: str, measure: str) -> None:
+    assert parse_measure(name) == measure
+
+
+@pytest.mark.parametrize("name", ["best", "pass@", "pass@0", "pass@-1", "pass@x", "8"])
+def test_unknown_measures_are_refused(name: str) -> None:
+    with pytest.raises(UserError, match=f"--measure {name} must be greedy, mean or pass@K"):
+        parse_measure(name)

@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from eepo.reports.records import MAX_COMPLETIONS, by_method, read_run, read_runs, thin_steps
+from eepo.reports.records import (
+    MAX_COMPLETIONS,
+    by_method,
+    read_run,
+    read_runs,
+    thin_steps,
+)
+from eepo.runs.runlog import ALARMS, COMPLETIONS, EVALUATIONS, METRICS
 from eepo.types import UserError
 
 
@@ -34,13 +41,56 @@ def test_a_last_line_cut_inside_a_character_is_skipped(write_run):
     assert read_run(folder).last_step == 30
 
 
-def test_a_damaged_line_before_the_end_is_an_error(write_run):
+DAMAGED_LINES = {
+    "half a line": b'{"step": 2, "re\n',
+    "invalid UTF-8": b'{"step": 2, "text": "\xff"}\n',
+    "zero bytes": bytes(50) + b"\n",
+    "no object": b"[2]\n",
+    "no step": b'{"stap": 2}\n',
+    "integer of 5,000 digits": b'{"step": ' + b"9" * 5000 + b"}\n",
+    "2,000 levels": b"[" * 2000 + b"\n",
+}
+
+
+@pytest.mark.parametrize("name", [METRICS, EVALUATIONS, COMPLETIONS, ALARMS])
+@pytest.mark.parametrize("damaged", DAMAGED_LINES.values(), ids=DAMAGED_LINES)
+def test_a_damaged_line_is_skipped_and_counted(write_run, name, damaged):
+    folder = write_run("eepo")
+    path = folder / name
+    path.touch()
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:1], damaged, damaged, *lines[1:]]))
+    run = read_run(folder)
+    assert list(run.notes) == [f"{name}: 2 damaged lines skipped"]
+    assert (len(run.metrics), len(run.evaluations), run.num_logged) == (30, 8, 480)
+
+
+@pytest.mark.parametrize("column", ["kind", "set", "num_samples", "pass@k"])
+def test_a_row_without_a_column_that_the_report_needs_is_damaged(write_run, column):
     folder = write_run()
-    path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join([lines[0], '{"step": 2, "re\n', *lines[2:]]))
-    with pytest.raises(UserError, match=r"metrics\.jsonl:2: not JSON"):
-        read_run(folder)
+    path = folder / EVALUATIONS
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[0].pop(column)
+    rows[1][column] = None
+    rows[-1]["problems"][0] = {"id": "p0"}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = read_run(folder)
+    assert list(run.notes) == ["evaluations.jsonl: 3 damaged lines skipped"]
+    assert len(run.evaluations) == len(rows) - 3
+
+
+def test_a_complete_run_has_no_notes(write_run):
+    assert list(read_run(write_run("eepo")).notes) == []
+
+
+@pytest.mark.parametrize(
+    "recipe", ["training = 5", "[training]\nseed = 'x'", "evaluation = []", "a = 99" + "9" * 5000]
+)
+def test_a_damaged_recipe_is_named_in_one_line(write_run, recipe):
+    folder = write_run()
+    (folder / "recipe.toml").write_text(recipe)
+    with pytest.raises(UserError, match=r"recipe\.toml: "):
+        read_runs([folder])
 
 
 @pytest.mark.parametrize("name", ["recipe.toml", "metrics.jsonl"])
@@ -82,7 +132,8 @@ def test_a_folder_of_runs_is_read_as_its_runs_with_steps(write_run, tmp_path, is
 def test_a_folder_without_runs_is_refused_with_advice(tmp_path):
     with pytest.raises(
         UserError,
-        match=r"\(no recipe\.toml\); give run folders, or the folder of a comparison or a sweep",
+        match=r"\(no recipe\.toml\); give run folders, the folder of a comparison or a sweep, "
+        "folders of eepo eval, ",
     ):
         read_runs([tmp_path])
 
@@ -102,7 +153,8 @@ def test_optional_files_may_be_missing(write_run):
 
 def test_the_number_of_kept_completions_is_limited_and_all_are_counted(write_run):
     folder = write_run()
-    rows = [{"step": 1 + number // 4} for number in range(4 * MAX_COMPLETIONS)]
+    row = json.loads((folder / "completions.jsonl").read_text().splitlines()[0])
+    rows = [row | {"step": 1 + number // 4} for number in range(4 * MAX_COMPLETIONS)]
     (folder / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = read_run(folder)
     assert MAX_COMPLETIONS / 2 < len(run.completions) <= MAX_COMPLETIONS + 4

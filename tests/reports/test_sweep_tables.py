@@ -150,9 +150,9 @@ def test_invalid_options_and_folders_are_refused(temperatures, tmp_path):
     with pytest.raises(UserError, match=r"--on nowhere must be one of in_range, out_of_range"):
         make_criterion(temperatures.runs, "mean", "nowhere")
     with pytest.raises(
-        UserError, match=r"pass@3 is not in .*; allowed: greedy, mean, distinct, pass@1, "
+        UserError, match=r"pass@64 is not in .*; allowed: greedy, mean, distinct, pass@1, "
     ):
-        make_criterion(temperatures.runs, "pass@3", "")
+        make_criterion(temperatures.runs, "pass@64", "")
     with pytest.raises(
         UserError, match=r"--measure best must be one of greedy, .*, pass@1, pass@2, pass@4$"
     ):

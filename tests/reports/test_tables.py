@@ -63,7 +63,7 @@ def test_no_start_row_without_an_evaluation_at_step_0(write_run):
 def test_pass_at_k_is_shown_at_the_largest_k_if_32_is_missing(write_run):
     run = read_run(write_run())
     for row in run.evaluations:
-        row["pass@k"] = {"1": 0.1, "2": 0.2, "4": 0.3}
+        row |= {"num_samples": 4, "pass@k": {"1": 0.1, "2": 0.2, "4": 0.3}}
     assert shown_measures([run]) == ["greedy", "mean", "pass@4", "distinct"]
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
-from eepo.types import Sampling, UserError
+from eepo.types import UserError
 
 
 def option(default: Any = MISSING, *, help: str, **settings: Any) -> Any:
@@ -31,30 +31,53 @@ def split_names(text: str) -> tuple[str, ...]:
 @dataclass(frozen=True)
 class BenchmarkOptions:
     model: str = option(
-        argument=True, help="A Hub name, a model folder, or a run folder (its latest weights)."
+        argument=True, help="A Hub name, a model folder, or a run folder (its newest weights)."
     )
+    # The default is a text, as on the command line.
     benchmarks: tuple[str, ...] = option(
-        parse=split_names, help="Benchmark names or problem files, separated by commas."
+        "",
+        parse=split_names,
+        help="Benchmark names or problem files, separated by commas; default for a run: the "
+        "evaluation sets of its recipe.",
     )
-    data_dir: str = option(
-        "", help="Folder with the benchmark files; without it they come from the Hub."
+    data_dir: str | None = option(
+        None, help="Folder with the benchmark files; default: the run's, else they are on the Hub."
     )
     num_samples: int = option(
         0, name="samples", min=0, help="Sampled completions per problem, for pass@k."
     )
-    temperature: float | None = option(None, help="Temperature of the samples; default 1.")
+    temperature: float | None = option(
+        None, help="Temperature of the samples; default: the run's, else 1."
+    )
     seed: int = option(0, min=0, help="Seed of the samples.")
-    max_new_tokens: int = option(4096, min=1, help="Longer completions are cut off.")
-    max_prompt_tokens: int = option(
-        1024, min=1, help="Problems with a longer prompt are left out, and counted."
+    max_new_tokens: int | None = option(
+        None, min=1, help="Longer completions are cut off; default: the run's, else 4096."
+    )
+    max_prompt_tokens: int | None = option(
+        None,
+        min=1,
+        help="Problems with a longer prompt are left out, and counted; default: the run's, else "
+        "1024.",
     )
     limit: int = option(0, min=0, help="Use only the first N problems per benchmark; 0: all.")
     template: str | None = option(
         None,
         help="boxed, chat, or a text with {problem}; default: the run's template, else boxed.",
     )
-    reward: str = option("math", help="The grader: math, exact or module:function.")
-    max_rows: int = option(128, min=1, help="Completions sampled at the same time.")
+    stop: str | None = option(
+        None, help="Also end a completion at this text; default: the run's, else none."
+    )
+    reward: str | None = option(
+        None, help="The grader: math, exact or module:function; default: the run's, else math."
+    )
+    max_rows: int | None = option(
+        None, min=1, help="Completions sampled at the same time; default: the run's, else 128."
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = option(
+        None,
+        help="Dtype of the weights; default: that of the run's rollouts, else bfloat16 on a GPU, "
+        "float32 on a CPU.",
+    )
     device: str = option("auto", help="auto, cpu, cuda or cuda:N.")
     revision: str = option("main", help="Revision of a Hub model.")
     trust_remote_code: bool = option(False, help="Allow code from the model repository.")
@@ -69,12 +92,6 @@ class BenchmarkOptions:
                 f"--temperature {self.temperature} needs --samples; "
                 "the greedy completion has no temperature"
             )
-
-    @property
-    def sampling(self) -> Sampling:
-        """Return how the `num_samples` completions of each problem are sampled."""
-        temperature = 1.0 if self.temperature is None else self.temperature
-        return Sampling(temperature, self.max_new_tokens, self.seed)
 
 
 OPTION_NAMES = {

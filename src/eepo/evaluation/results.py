@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from eepo.config import BENCHMARK_TITLES
 from eepo.evaluation.estimates import (
     grouped_bootstrap_interval,
     majority_accuracy,
@@ -38,21 +39,22 @@ def results(folder: Path) -> dict[str, Any]:
     store = Store(folder)
     settings = store.settings()
     values: dict[str, Values] = {}
+    benchmarks: dict[str, dict[str, Any]] = {}
     for name, benchmark in settings["benchmarks"].items():
-        columns = benchmark_values(
-            store.rows(name), benchmark["num_problems"], settings["num_samples"]
-        )
+        rows, sizes = store.rows(name), (benchmark["num_problems"], settings["num_samples"])
+        columns = benchmark_values(rows, *sizes)
         if columns:
             values[name] = columns
-    measures = {
-        name: {measure: estimate([column]) for measure, column in columns.items()}
-        for name, columns in values.items()
-    }
+            measures = {measure: estimate([column]) for measure, column in columns.items()}
+            problems, num_samples = count_correct(rows, *sizes)
+            benchmarks[name] = benchmark | {
+                "num_samples": num_samples,
+                "measures": measures,
+                "problems": problems,
+            }
     return {
         "settings": {key: value for key, value in settings.items() if key != "benchmarks"},
-        "benchmarks": {
-            name: settings["benchmarks"][name] | {"measures": measures[name]} for name in values
-        },
+        "benchmarks": benchmarks,
         "average": average(list(values.values())),
     }
 
@@ -73,6 +75,30 @@ def benchmark_values(rows: Sequence[dict[str, Any]], num_problems: int, num_samp
         groups = [samples[start : start + num_samples] for start in starts]
         values |= _columns([_sample_measures(group) for group in groups])
     return values
+
+
+def set_title(name: str) -> str:
+    """Return the title of an evaluation set in tables."""
+    return BENCHMARK_TITLES.get(name, name.replace("_", " "))
+
+
+def count_correct(
+    rows: Sequence[dict[str, Any]], num_problems: int, num_samples: int
+) -> tuple[list[dict[str, Any]], int]:
+    """Count the correct samples of each problem, from which pass@k follows for every k.
+
+    Also return the number of samples per problem: 0 as long as the samples are incomplete.
+    """
+    greedy, samples = rows[:num_problems], rows[num_problems:]
+    if len(samples) != num_problems * num_samples:
+        samples, num_samples = [], 0
+    problems = []
+    for index, row in enumerate(greedy):
+        group = samples[index * num_samples : (index + 1) * num_samples]
+        correct = [sample["answer"] for sample in group if _correct(sample)]
+        counts = {"correct": len(correct), "distinct": len(set(correct))}
+        problems.append({"id": row["id"], "greedy": _correct(row)} | counts)
+    return problems, num_samples
 
 
 def average(benchmarks: Sequence[Values]) -> dict[str, dict[str, float]]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eepo import recipe
-from eepo.config import check_template
+from eepo.evaluation.results import set_title
+from eepo.protocols import Task
 from eepo.tasks.benchmarks import BENCHMARKS, load_benchmark
 from eepo.tasks.dataset import make_prompts
 from eepo.tasks.problems import SUFFIXES, Problem, read_problems, short_name
@@ -69,31 +69,13 @@ def make_prompt_sets(
                 f"{name}: all {num_left_out} prompts are longer than "
                 f"--max-prompt-tokens {max_prompt_tokens}"
             )
-        title = BENCHMARKS[name].title if name in BENCHMARKS else name
-        prompt_sets.append(PromptSet(name, title, prompts, num_left_out))
+        prompt_sets.append(PromptSet(name, set_title(name), prompts, num_left_out))
     return prompt_sets
 
 
-def read_run_recipe(model: str) -> dict[str, Any]:
-    """Return the recipe of the run if `model` is a run or one of its checkpoints, else nothing."""
-    folder = Path(model).expanduser()
-    for parent in (folder, folder.parent, folder.parent.parent):
-        if folder.is_dir() and (parent / "recipe.toml").is_file():
-            return recipe.read_toml(parent / "recipe.toml")
-    return {}
-
-
-def pick_template(option: str | None, run_recipe: dict[str, Any]) -> str:
-    """Return the user's template; else the template of the run, if it used a data set; else boxed.
-
-    A policy should see prompts in the form in which it was trained.
-    """
-    template = option
-    if template is None:
-        task = run_recipe.get("task", {})
-        template = task.get("template", "boxed") if task.get("name") == "dataset" else "boxed"
-    if check_template(template):
-        raise UserError(
-            f'--template must be "boxed", "chat" or a text with {{problem}}, got {template!r}'
-        )
-    return str(template)
+def task_sets(task: Task, limit: int) -> list[PromptSet]:
+    """Return the first `limit` prompts (0: all) of each evaluation set of a task."""
+    return [
+        PromptSet(name, set_title(name), prompts[: limit or None])
+        for name, prompts in task.evaluation_sets().items()
+    ]

@@ -18,6 +18,7 @@ from eepo.runs.runlog import RunLog, write_atomically
 from eepo.types import UserError
 
 SETTINGS, COMPLETIONS = "settings.json", "completions"
+RUN_RECIPE = "run_recipe.toml"  # of the evaluated run, if the model is one
 # Samples may be added to a greedy evaluation later. After that, these settings are fixed.
 SAMPLE_SETTINGS = ("num_samples", "temperature", "seed")
 # No estimate needs these columns. They are not kept in memory, as they may take gigabytes.
@@ -64,14 +65,19 @@ class Store:
                     f"{self.folder}; give another --out"
                 )
 
-    def open(self, settings: dict[str, Any], device: str) -> None:
-        """Start or continue the evaluation with these settings."""
+    def open(self, settings: dict[str, Any], device: str, run_recipe: str = "") -> None:
+        """Start or continue the evaluation with these settings.
+
+        `run_recipe` is the text of the recipe of the evaluated run, if there is one.
+        """
         self.check(settings)
         before = self.settings()
         log = RunLog(self.folder)
         (self.folder / COMPLETIONS).mkdir(exist_ok=True)
         if not before:
             log.write_environment(device)
+        if run_recipe:
+            write_atomically(self.folder / RUN_RECIPE, run_recipe)
         merged = settings | {"benchmarks": before.get("benchmarks", {}) | settings["benchmarks"]}
         write_atomically(self.folder / SETTINGS, json.dumps(merged, indent=2) + "\n")
 

@@ -1,46 +1,32 @@
 """Formats benchmark results in the layout of the paper's tables.
 
 Rows are models, columns are benchmarks, the last column is the average. Tables are written for the
-terminal, in Markdown and in LaTeX, from the `results.json` files of evaluation folders.
+terminal, in Markdown and in LaTeX.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from eepo.reports.benchmark_results import ACCURACY, COMPARED_SETTINGS, ModelResult
 from eepo.runs.runlog import write_atomically
 from eepo.types import UserError, printable
 
-ACCURACY = "greedy/accuracy"
 MISSING = "–"
-# Rows are comparable only if these settings are equal.
-COMPARED_SETTINGS = ("template", "max_new_tokens", "max_prompt_tokens", "limit", "reward")
 LABELS = {
     "accuracy": "pass@1",
     "format_share": "answer found",
     "truncated_share": "cut off",
     "length": "tokens",
 }
-
-
-@dataclass(frozen=True)
-class ModelResult:
-    """Holds the contents of one `results.json`."""
-
-    label: str
-    settings: dict[str, Any]
-    benchmarks: dict[str, dict[str, Any]]
-    average: dict[str, dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -62,37 +48,12 @@ class ResultTable:
     rows: list[tuple[str, list[Cell]]]
 
 
-def read_result(source: str | Path) -> ModelResult:
-    """Read an evaluation folder. `LABEL=FOLDER` sets the label of its row."""
-    label, equals, folder_name = str(source).partition("=")
-    is_labelled = bool(equals) and not Path(source).is_dir()
-    folder = Path(folder_name if is_labelled else source)
-    path = folder / "results.json"
-    if not path.is_file():
-        raise UserError(f"{folder}: no results.json; give folders of finished evaluations")
-    try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-        settings = results["settings"]
-        name = label if is_labelled else model_label(settings["model"])
-        return ModelResult(name, settings, results["benchmarks"], results["average"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: not the results of an evaluation") from error
-
-
-def model_label(model: str) -> str:
-    """Return the last informative part of a hub name or folder."""
-    uninformative = ("", ".", "..", "~", "final", "checkpoints")
-    parts = [part for part in re.split(r"[/\\:]", model) if part not in uninformative]
-    return parts[-1] if parts else Path(model).expanduser().resolve().name
-
-
-def write_benchmark_tables(sources: Sequence[str | Path], out: Path) -> list[Path]:
+def write_benchmark_tables(results: Sequence[ModelResult], out: Path, measure: str) -> list[Path]:
     """Write `results.md` and `results.tex` to `out`.
 
-    The first table compares all models, then each model has a table with every measure.
+    The first table compares all rows, then each row has a table with every measure.
     """
-    results = [read_result(source) for source in sources]
-    tables = [accuracy_table(results), *map(measures_table, results)]
+    tables = [comparison_table(results, measure), *map(measures_table, results)]
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -103,20 +64,45 @@ def write_benchmark_tables(sources: Sequence[str | Path], out: Path) -> list[Pat
     return [out / "results.md", out / "results.tex"]
 
 
+def parse_measure(name: str) -> str:
+    """Return the measure in `results.json` behind a name on the command line."""
+    if name == "greedy":
+        return ACCURACY
+    k = "1" if name == "mean" else name.removeprefix("pass@")
+    if not (name == "mean" or name.startswith("pass@")) or not k.isdecimal() or int(k) < 1:
+        raise UserError(f"--measure {name} must be greedy, mean or pass@K, such as pass@8")
+    return f"samples/pass@{int(k)}"
+
+
 # ---- contents
 
 
-def accuracy_table(results: Sequence[ModelResult]) -> ResultTable:
-    """Compare models by greedy pass@1 on each benchmark."""
+def comparison_table(results: Sequence[ModelResult], measure: str = ACCURACY) -> ResultTable:
+    """Compare rows by one measure on each benchmark."""
     titles = _titles(results)
+    name = "Greedy pass@1" if measure == ACCURACY else measure.removeprefix("samples/")
     notes = [
-        "Greedy pass@1 in percent; brackets: 95 % bootstrap interval over problems. "
+        f"{name} in percent; brackets: {_interval_note(results)}. "
         "Average: over benchmarks, with equal weights.",
         *_problem_notes(results),
-        *_difference_notes(results),
+        *_difference_notes(results, measure),
     ]
-    rows = [(result.label, _cells(result, ACCURACY, list(titles))) for result in results]
+    rows = [(_row_label(result), _cells(result, measure, list(titles))) for result in results]
     return ResultTable(" ".join(notes), "Method", [*titles.values(), "Average"], rows)
+
+
+def _row_label(result: ModelResult) -> str:
+    seeds = f" ({result.num_seeds} seeds)" if result.num_seeds > 1 else ""
+    return f"{result.label}{seeds}"
+
+
+def _interval_note(results: Sequence[ModelResult]) -> str:
+    has_seeds = [result.num_seeds > 1 for result in results]
+    over_seeds = "95 % t-interval of the mean over seeds"
+    over_problems = "95 % bootstrap interval over problems"
+    if all(has_seeds):
+        return over_seeds
+    return f"{over_seeds}; of one seed, {over_problems}" if any(has_seeds) else over_problems
 
 
 def measures_table(result: ModelResult) -> ResultTable:
@@ -141,8 +127,8 @@ def _settings_caption(result: ModelResult) -> str:
     template = settings["template"] if settings["template"] in ("boxed", "chat") else "custom"
     parts += [f"template {template}", f"at most {settings['max_new_tokens']} new tokens"]
     return (
-        f"{result.label}: {'; '.join(parts)}. All values except tokens are in percent; "
-        "brackets: 95 % bootstrap interval over problems."
+        f"{_row_label(result)}: {'; '.join(parts)}. All values except tokens are in percent; "
+        f"brackets: {_interval_note([result])}."
     )
 
 
@@ -173,7 +159,7 @@ def _cells(result: ModelResult, measure: str, benchmarks: Sequence[str]) -> list
 def _cell(value: dict[str, float], number_format: str, factor: float) -> Cell:
     """Omit the interval if its width is 0: the bootstrap cannot estimate it from equal values."""
     mean, low, high = (number_format.format(factor * value[key]) for key in ("mean", "low", "high"))
-    return Cell(mean, f"{low}, {high}" if value["low"] < value["high"] else "")
+    return Cell(mean, f"{low}, {high}" if value["high"] - value["low"] > 1e-9 else "")
 
 
 def _problem_notes(results: Sequence[ModelResult]) -> list[str]:
@@ -192,12 +178,11 @@ def _problem_notes(results: Sequence[ModelResult]) -> list[str]:
     return notes
 
 
-def _difference_notes(results: Sequence[ModelResult]) -> list[str]:
+def _difference_notes(results: Sequence[ModelResult], measure: str) -> list[str]:
     """Warn if rows are not comparable."""
+    keys = COMPARED_SETTINGS if measure == ACCURACY else (*COMPARED_SETTINGS, "temperature")
     differing = [
-        key
-        for key in COMPARED_SETTINGS
-        if len({str(result.settings.get(key)) for result in results}) > 1
+        key for key in keys if len({str(result.settings.get(key)) for result in results}) > 1
     ]
     counts = {
         (name, benchmark["num_problems"])

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from eepo.reports.captions import (
     describe_bands,
+    describe_clipping,
     describe_num_samples,
     describe_single_steps,
     describe_smoothing,
@@ -98,7 +99,7 @@ FIGURES = (
         "rollout weights θ′ from the policy θ, and the share of tokens clipped in the update. If "
         "the KL or the share of changed weights is near 0, unlearning had no effect.",
         unlearning_figure,
-        (describe_single_steps, describe_smoothing, describe_bands),
+        (describe_clipping, describe_single_steps, describe_smoothing, describe_bands),
     ),
     FigureSpec(
         "second_half_recovery",
@@ -125,8 +126,16 @@ FIGURES = (
 
 
 def draw_figures(runs: Sequence[Run]) -> list[tuple[FigureSpec, Figure]]:
-    """Draw the figures that the runs have data for."""
-    drawn = ((spec, spec.draw(runs)) for spec in FIGURES)
+    """Draw the figures that the runs have data for.
+
+    Folders of `eepo eval` have no steps, so only pass@k is drawn for them.
+    """
+    trained = [run for run in runs if not run.is_evaluation]
+    drawn = (
+        (spec, spec.draw(runs if spec.draw is pass_at_k_figure else trained))
+        for spec in FIGURES
+        if trained or spec.draw is pass_at_k_figure
+    )
     return [(spec, figure) for spec, figure in drawn if figure is not None]
 
 

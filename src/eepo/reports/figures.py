@@ -13,7 +13,14 @@ from matplotlib.figure import Figure
 
 from eepo.reports.curves import MAX_BANDED_METHODS, draw_methods
 from eepo.reports.labels import name_label
-from eepo.reports.measures import START, estimate, full_evaluations, start_evaluations
+from eepo.reports.measures import (
+    START,
+    estimate,
+    full_evaluations,
+    measure_value,
+    pass_at_k_curve,
+    start_evaluations,
+)
 from eepo.reports.palette import LINE_STYLES, PHASE_COLOURS, method_styles
 from eepo.reports.panels import (
     WIDTH,
@@ -55,7 +62,11 @@ def exploration_figure(runs: Sequence[Run]) -> Figure | None:
 @styled
 def pass_at_k_figure(runs: Sequence[Run]) -> Figure | None:
     """Draw pass@k against k, for every evaluation set with a full evaluation."""
-    sets = [name for name in evaluation_sets(runs) if full_evaluations(runs, name)]
+    sets = [
+        name
+        for name in evaluation_sets(runs)
+        if any(row["pass@k"] for row in full_evaluations(runs, name))
+    ]
     if not sets:
         return None
     methods = by_method(runs)
@@ -65,8 +76,11 @@ def pass_at_k_figure(runs: Sequence[Run]) -> Figure | None:
     styles = method_styles([*methods, START])
     drawn: dict[str, None] = {}
     for axes, eval_set in zip(panels, sets, strict=True):
-        evaluations = {name: full_evaluations(seeds, eval_set) for name, seeds in methods.items()}
-        starts = start_evaluations(runs, eval_set)
+        evaluations = {
+            name: [row for row in full_evaluations(seeds, eval_set) if row["pass@k"]]
+            for name, seeds in methods.items()
+        }
+        starts = [row for row in start_evaluations(runs, eval_set) if row["pass@k"]]
         if len(starts) == 1:  # different starting policies cannot be one line
             evaluations[START] = starts
         for method, rows in evaluations.items():
@@ -120,6 +134,7 @@ def unlearning_figure(runs: Sequence[Run]) -> Figure | None:
         draw_methods(axes, staged, key)
         label_steps(axes, title)
     _draw_stages(clipped, runs, "clip_share")
+    draw_methods(clipped, methods, "clip_share")  # of runs that do not log it for each stage
     label_steps(clipped, "share of tokens clipped in the update")
     for axes in (gated, changed, clipped):
         use_percent(axes)
@@ -138,9 +153,8 @@ def _draw_pass_at_k(
     axes: Axes, evaluations: Sequence[Row], style: tuple[str, str], banded: bool
 ) -> None:
     colour, marker = style
-    ks = sorted(set.intersection(*({int(k) for k in row["pass@k"]} for row in evaluations)))
-    values = [[row["pass@k"][str(k)] for row in evaluations] for k in ks]
-    means = [sum(column) / len(column) for column in values]
+    ks = pass_at_k_curve(evaluations)
+    means = [sum(column) / len(column) for column in _pass_at_k_values(evaluations, ks)]
     axes.plot(ks, means, color=colour, marker=marker)
     band = _pass_at_k_band(evaluations, ks) if banded else None
     if band:
@@ -152,12 +166,18 @@ def _pass_at_k_band(
 ) -> tuple[list[float], list[float]] | None:
     """Return the lowest and the highest seed; with one seed, the interval over its problems."""
     if len(evaluations) > 1:
-        values = [[row["pass@k"][str(k)] for row in evaluations] for k in ks]
+        values = _pass_at_k_values(evaluations, ks)
         return list(map(min, values)), list(map(max, values))
     estimates = [estimate(evaluations, f"pass@{k}") for k in ks]
     low = [item.low for item in estimates if item and item.low is not None]
     high = [item.high for item in estimates if item and item.high is not None]
     return (low, high) if len(low) == len(high) == len(ks) else None
+
+
+def _pass_at_k_values(evaluations: Sequence[Row], ks: Sequence[int]) -> list[list[float]]:
+    """Return, for each k, the value of each evaluation."""
+    values = [[measure_value(row, f"pass@{k}") for row in evaluations] for k in ks]
+    return [[value for value in column if value is not None] for column in values]
 
 
 def _draw_phases(axes: Axes, methods: Mapping[str, Sequence[Run]]) -> None:
@@ -192,6 +212,6 @@ def _phase_seconds(seeds: Sequence[Run]) -> dict[str, float]:
         phase: sum(sum(run.series(f"seconds/{phase}").values()) for run in seeds)
         for phase in PHASE_COLOURS
     }
-    total = sum(run.seconds() or 0.0 for run in seeds)
+    total = sum(sum(run.series("seconds/total").values()) for run in seeds)
     sums["other"] = max(0.0, total - sum(sums.values()))
     return {phase: seconds / num_steps for phase, seconds in sums.items()}

@@ -10,7 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from eepo.evaluation.estimates import bootstrap_interval, pass_at_k, seed_interval
+from eepo.evaluation.estimates import (
+    bootstrap_interval,
+    pass_at_k,
+    powers_of_two,
+    seed_interval,
+)
 from eepo.reports.records import Row, Run, by_method, evaluation_sets
 
 START = "start"  # the method name of the policy before training, in tables and figures
@@ -57,24 +62,41 @@ def comparison_rows(runs: Sequence[Run]) -> list[ComparisonRow]:
 def shown_measures(runs: Sequence[Run]) -> list[str]:
     """List the measures that tables show.
 
-    pass@k is shown at 8 and 32 if every full evaluation has them, otherwise at the largest k that
-    all full evaluations share.
+    pass@k is shown at 8 and 32 if every full evaluation has so many samples, otherwise at the
+    largest k that all full evaluations share. Evaluations without samples do not count.
     """
-    shared: set[int] | None = None
-    for run in runs:
-        for row in run.evaluations:
-            if row["kind"] == "full":
-                row_ks = {int(k) for k in row.get("pass@k", {})}
-                shared = row_ks if shared is None else shared & row_ks
-    ks = shared or set()
+    rows = [row for run in runs for row in run.evaluations if row["kind"] == "full"]
+    ks = _shared_ks([row for row in rows if row.get("pass@k")])
     shown = sorted({k for k in (8, 32) if k in ks} | ({max(ks)} if ks and 32 not in ks else set()))
     return ["greedy", "mean", *(f"pass@{k}" for k in shown), "distinct"]
 
 
+def pass_at_k_curve(evaluations: Sequence[Row]) -> list[int]:
+    """Return the values of k of a curve over these evaluations: powers of two, and the largest."""
+    shared = _shared_ks(evaluations)
+    return [k for k in powers_of_two(max(shared)) if k in shared] if shared else []
+
+
+def _shared_ks(evaluations: Sequence[Row]) -> set[int]:
+    """Return every k for which all evaluations have pass@k: recorded, or from their problems."""
+    available = [
+        set(range(1, row["num_samples"] + 1))
+        if row.get("problems")
+        else set(map(int, row["pass@k"]))
+        for row in evaluations
+    ]
+    return set.intersection(*available) if available else set()
+
+
 def measure_value(evaluation: Row, measure: str) -> float | None:
-    """Return a measure as the evaluation recorded it."""
+    """Return a measure as the evaluation recorded it; pass@k for any k, if it has problems."""
     if measure.startswith("pass@"):
-        value = evaluation.get("pass@k", {}).get(measure.removeprefix("pass@"))
+        k = measure.removeprefix("pass@")
+        value = evaluation.get("pass@k", {}).get(k)
+        is_possible = k.isdecimal() and 1 <= int(k) <= evaluation["num_samples"]
+        if value is None and is_possible and evaluation.get("problems"):
+            values = problem_values(evaluation, measure)
+            value = sum(values) / len(values)
     else:
         value = evaluation.get(measure)
     return None if value is None else float(value)

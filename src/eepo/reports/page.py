@@ -22,6 +22,7 @@ from eepo.reports.records import Run, by_method, read_runs
 from eepo.reports.settings import settings_table
 from eepo.reports.summary import summary_sentences
 from eepo.reports.tables import html_table
+from eepo.runs.writing import writing
 from eepo.types import UserError
 
 # Figures keep a white background in dark mode: their colours were chosen for it.
@@ -82,11 +83,14 @@ def write_report(run_folders: Sequence[Path | str], out: Path) -> Path:
     if out.is_dir():
         raise UserError(f"{out} is a folder; give a file name such as {out / 'report.html'}")
     runs = read_runs(run_folders)
+    figures_folder = out.with_name(f"{out.stem}_figures")
+    figures_folder.mkdir(parents=True, exist_ok=True)  # fail now, not after drawing
     drawn = [(spec, figure, image_bytes(figure, "svg")) for spec, figure in draw_figures(runs)]
     text = page(runs, [(spec, figure.get_figwidth(), svg) for spec, figure, svg in drawn])
-    _write_figures(drawn, out.with_name(f"{out.stem}_figures"))
-    # A name may contain characters that UTF-8 cannot encode.
-    out.write_text(text, encoding="utf-8", errors="replace")
+    _write_figures(drawn, figures_folder)
+    with writing(out):
+        # A name may contain characters that UTF-8 cannot encode.
+        out.write_text(text, encoding="utf-8", errors="replace")
     return out
 
 
@@ -112,7 +116,7 @@ def page(runs: Sequence[Run], figures: Sequence[tuple[FigureSpec, float, bytes]]
 <ul>
 {sentences}
 </ul>
-{_alarms(runs)}<h2>Results at the end of training</h2>
+{_notes(runs)}{_alarms(runs)}<h2>Results at the end of training</h2>
 {html_table(comparison_rows(runs))}
 <h2>Figures</h2>
 {figures_html or "<p>The runs have no data for figures yet.</p>"}
@@ -141,10 +145,23 @@ def environment_line(environment: dict[str, Any]) -> str:
 def _seeds_and_steps(runs: Sequence[Run]) -> str:
     methods = [
         f"{name}: seed{'s' if len(seeds) > 1 else ''} {', '.join(str(run.seed) for run in seeds)}, "
-        f"{max(run.last_step for run in seeds)} steps"
+        f"{_steps(seeds)}"
         for name, seeds in by_method(runs).items()
     ]
     return ". ".join(methods) + "."
+
+
+def _notes(runs: Sequence[Run]) -> str:
+    """List the damaged records; return an empty text if there are none."""
+    lines = [f"{run.name} seed {run.seed}: {note}" for run in runs for note in run.notes]
+    items = "".join(f"<li>{escape(line)}</li>\n" for line in lines)
+    return f"<h2>Damaged records</h2>\n<ul>\n{items}</ul>\n" if lines else ""
+
+
+def _steps(seeds: Sequence[Run]) -> str:
+    if all(run.is_evaluation for run in seeds):
+        return "evaluated only"
+    return f"{max(run.last_step for run in seeds)} steps"
 
 
 def _alarms(runs: Sequence[Run]) -> str:
@@ -193,10 +210,10 @@ def _environments(runs: Sequence[Run]) -> str:
 
 def _write_figures(drawn: Sequence[tuple[FigureSpec, Figure, bytes]], folder: Path) -> None:
     """Write the figures, and delete figures of an earlier report that these runs do not have."""
-    folder.mkdir(parents=True, exist_ok=True)
     for spec in FIGURES:
         for suffix in ("png", "svg"):
             (folder / f"{spec.name}.{suffix}").unlink(missing_ok=True)
     for spec, figure, svg in drawn:
-        (folder / f"{spec.name}.png").write_bytes(image_bytes(figure, "png"))
-        (folder / f"{spec.name}.svg").write_bytes(svg)
+        with writing(folder / spec.name):
+            (folder / f"{spec.name}.png").write_bytes(image_bytes(figure, "png"))
+            (folder / f"{spec.name}.svg").write_bytes(svg)

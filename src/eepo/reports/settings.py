@@ -27,7 +27,8 @@ def differing_settings(runs: Sequence[Run]) -> dict[str, dict[str, list[str]]]:
             method: list(dict.fromkeys(recipes[id(run)].get(key, UNSET) for run in seeds))
             for method, seeds in by_method(runs).items()
         }
-        distinct = {value for method_values in values.values() for value in method_values}
+        # The evaluation of a model without a run has no recipe.
+        distinct = {recipes[id(run)].get(key, UNSET) for run in runs if run.recipe}
         if len(distinct) > 1:
             settings[key] = values
     return settings

@@ -107,8 +107,9 @@ def _range_text(values: Sequence[float], number_format: str) -> str:
 
 def warning_sentences(runs: Sequence[Run]) -> list[str]:
     """List what makes the runs less comparable than they look."""
-    sentences = [sentence for run in runs if (sentence := _stopped_early(run))]
-    sentences += [] if is_equal_time(runs) else _unequal_training(runs)
+    trained = [run for run in runs if not run.is_evaluation]
+    sentences = [sentence for run in trained if (sentence := _stopped_early(run))]
+    sentences += [] if is_equal_time(runs) else _unequal_training(trained)
     settings = differing_settings(runs)
     evaluated_with = ("model.path", "model.revision", "task.", "evaluation.")
     differing = [key for key in settings if key.startswith(evaluated_with)]

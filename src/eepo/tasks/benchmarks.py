@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from eepo.config import BENCHMARK_TITLES
 from eepo.tasks.files import SUFFIXES, Columns, column_names
 from eepo.tasks.problems import Problem, read_problems
 from eepo.types import UserError
@@ -16,11 +17,14 @@ class Benchmark:
     """Describes a benchmark: where it is on the hub, and which file names it may have."""
 
     name: str
-    title: str
     hub: str
     split: str
     columns: Columns  # on the hub; a file may also have the default columns, problem and answer
     other_stems: tuple[str, ...] = ()  # common file names, in addition to `name`
+
+    @property
+    def title(self) -> str:
+        return BENCHMARK_TITLES[self.name]
 
     def stems(self) -> tuple[str, ...]:
         return self.name, *self.other_stems
@@ -33,7 +37,6 @@ BENCHMARKS: dict[str, Benchmark] = {
     for benchmark in (
         Benchmark(
             name="minerva_math",
-            title="Minerva Math",
             hub="math-ai/minervamath",
             split="test",
             columns=_QUESTION,
@@ -41,7 +44,6 @@ BENCHMARKS: dict[str, Benchmark] = {
         ),
         Benchmark(
             name="olympiadbench",
-            title="OlympiadBench",
             hub="math-ai/olympiadbench",
             split="test",
             columns=Columns(problem="question", answer="final_answer"),
@@ -49,7 +51,6 @@ BENCHMARKS: dict[str, Benchmark] = {
         ),
         Benchmark(
             name="amc23",
-            title="AMC 23",
             hub="math-ai/amc23",
             split="test",
             columns=_QUESTION,
@@ -57,7 +58,6 @@ BENCHMARKS: dict[str, Benchmark] = {
         ),
         Benchmark(
             name="aime24",
-            title="AIME 24",
             hub="HuggingFaceH4/aime_2024",
             split="train",
             columns=Columns(),
@@ -65,7 +65,6 @@ BENCHMARKS: dict[str, Benchmark] = {
         ),
         Benchmark(
             name="aime25",
-            title="AIME 25",
             hub="math-ai/aime25",
             split="test",
             columns=Columns(),
@@ -73,7 +72,6 @@ BENCHMARKS: dict[str, Benchmark] = {
         ),
         Benchmark(
             name="math500",
-            title="MATH-500",
             hub="HuggingFaceH4/MATH-500",
             split="test",
             columns=Columns(),
@@ -81,7 +79,6 @@ BENCHMARKS: dict[str, Benchmark] = {
         ),
         Benchmark(
             name="gsm8k",
-            title="GSM8K",
             hub="openai/gsm8k:main",
             split="test",
             columns=_QUESTION,
