@@ -6,6 +6,7 @@ Rules are tried in a fixed order, and the first rule that applies decides:
 |---|---|
 | same text | any answer with the same normalised LaTeX |
 | choice label | `\textbf{(A)} 5` for A, or for 5 |
+| domain | `x^2` for `x^2 \text{ for all } x \in \mathbb{R}` |
 | numbers in a base | `52` for `52_8`, never `52_9` |
 | numbers with units | `15` for `15 \text{ cm}^2`, `0.5` for `50\%` |
 | assignments | `x = 3` for 3, `x \in S` for S, `2/3 \approx 0.67` for 2/3 |
@@ -13,6 +14,7 @@ Rules are tried in a fixed order, and the first rule that applies decides:
 | lists and sets | elements in any order, `\pm` as two elements |
 | matrices | the same elements; a column for a tuple |
 | tuples and intervals | the same brackets and elements, in order |
+| ratios and times | `2:4` for 1:2, but never `16:60` for 8:30 |
 | words | the same words, without `\text{}` and case |
 | formulas | the same value at random points (`formulas.py`) |
 
@@ -28,16 +30,15 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
+from eepo.rewards.domains import split_domain
 from eepo.rewards.formulas import Unparsable, has_variables, numeric_value, same_formula
-from eepo.rewards.latex import (
-    ROW_END,
-    normalise_latex,
-    outer_brackets,
-    remove_spaces,
-    split_top_level,
-)
+from eepo.rewards.latex import normalise_latex, outer_brackets, remove_spaces, split_top_level
+from eepo.rewards.matrices import as_vector, matrix_rows
+from eepo.rewards.names import is_name
 from eepo.rewards.numbers import Number, read_base, read_number, value_in_base
+from eepo.rewards.ratios import same_ratio
 from eepo.rewards.units import split_unit, units_conflict
+from eepo.rewards.words import same_words
 
 __all__ = ["Unparsable", "canonical", "same_answer"]
 
@@ -56,17 +57,6 @@ _APPROX = re.compile(r"\\approx")
 _IN = re.compile(r"\\in(?![A-Za-z])")
 _INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|lt|gt)(?![A-Za-z])")
 _REVERSED_SIGN = {">": "<", r"\ge": r"\le", r"\gt": r"\lt"}
-# What may be on the left of `=`: x, x_1, f(x), \alpha, \angle ABC, AB, f^{-1}(x), (x, y).
-_VARIABLE_NAME = re.compile(
-    r"[A-Za-z](?:_\w|_\{[^{}]{1,15}\})?(?:\([A-Za-z, ]{1,10}\))?"
-    r"|\\[A-Za-z]+(?:_\w)?(?: ?[A-Z]){0,3}"
-    r"|[A-Z]{2,4}"
-    r"|[a-z]\^\{-1\}\([a-z]\)"
-    r"|\([A-Za-z](?:_\w)?(?:, ?[A-Za-z](?:_\w)?){1,4}\)"
-)
-_MATRIX = re.compile(
-    r"\\begin\{(?:[pbB]|small)?(?:matrix|array)\}(?:\{[lcr|]+\})?(.*)\\end\{\w+\}", re.DOTALL
-)
 _LABEL = re.compile(r"\\text\{\s*\(?([A-E])\)?[.:]?\s*\}\s*(?=[^\s_^+*/=<>-]|-\d)")
 
 
@@ -113,6 +103,16 @@ def _compare_labels(gold: str, answer: str, depth: int) -> str | None:
     is_choice = re.fullmatch(r"(?:\\text\{)?\s*\(?([A-E])\)?\s*\}?", gold)
     part = label[1] if is_choice else answer[label.end() :]
     return _compare(gold, part, depth + 1) or DIFFERENT
+
+
+def _compare_domains(gold: str, answer: str, depth: int) -> str | None:
+    r"""Compare answers with a domain at their end, such as `for all x \in \mathbb{R}`."""
+    (gold, gold_domain), (answer, answer_domain) = split_domain(gold), split_domain(answer)
+    if gold_domain is None and answer_domain is None:
+        return None
+    if gold_domain and answer_domain and gold_domain != answer_domain:
+        return DIFFERENT
+    return _compare(gold, answer, depth + 1) or DIFFERENT
 
 
 def _compare_in_base(gold: str, answer: str, depth: int) -> str | None:
@@ -194,7 +194,7 @@ def _chain_values(parts: list[str], sign: re.Pattern[str], depth: int, is_gold: 
     `x + y = 5` is an equation, which 5 does not answer.
     """
     *left_parts, last = parts
-    formulas = [part for part in left_parts if not _VARIABLE_NAME.fullmatch(part)]
+    formulas = [part for part in left_parts if not is_name(part)]
     if sign is _IN:
         return [] if formulas else [last]
     if sign is _APPROX:
@@ -320,11 +320,11 @@ def _same_element(gold: str, answer: str, depth: int) -> bool:
 
 def _compare_matrices(gold: str, answer: str, depth: int) -> str | None:
     """Compare matrices element by element. A single column or row may be written as a tuple."""
-    gold_rows, answer_rows = _matrix_rows(gold), _matrix_rows(answer)
+    gold_rows, answer_rows = matrix_rows(gold), matrix_rows(answer)
     if gold_rows is None or answer_rows is None:
         matrix = gold_rows or answer_rows
         inner = outer_brackets(answer if gold_rows else gold) if matrix else None
-        vector = _as_vector(matrix or [])
+        vector = as_vector(matrix or [])
         if vector is None or inner is None or inner[0] not in ("()", r"\langle\rangle"):
             return None
         same = _equal_in_order(vector, split_top_level(inner[1], _COMMA), depth)
@@ -334,21 +334,6 @@ def _compare_matrices(gold: str, answer: str, depth: int) -> str | None:
     row_pairs = zip(gold_rows, answer_rows, strict=True)
     same = all(_equal_in_order(gold_row, answer_row, depth) for gold_row, answer_row in row_pairs)
     return "same matrix" if same else DIFFERENT
-
-
-def _matrix_rows(text: str) -> list[list[str]] | None:
-    match = _MATRIX.fullmatch(text.strip())
-    if match is None:
-        return None
-    rows = match[1].strip(" ⏎").split(ROW_END.strip())
-    return [[cell.strip() for cell in row.split("&")] for row in rows]
-
-
-def _as_vector(rows: list[list[str]]) -> list[str] | None:
-    """Return the cells of a single row or a single column; None for other matrices."""
-    if len(rows) == 1:
-        return rows[0]
-    return [row[0] for row in rows] if rows and all(len(row) == 1 for row in rows) else None
 
 
 def _compare_bracketed(gold: str, answer: str, depth: int) -> str | None:
@@ -373,39 +358,14 @@ def _compare_bracketed(gold: str, answer: str, depth: int) -> str | None:
     return None if _INEQUALITY.search(gold) or _INEQUALITY.search(answer) else DIFFERENT
 
 
+def _compare_ratios(gold: str, answer: str, depth: int) -> str | None:
+    same = same_ratio(gold, answer, same_formula)
+    return None if same is None else "same ratio" if same else DIFFERENT
+
+
 def _compare_words(gold: str, answer: str, depth: int) -> str | None:
-    r"""Compare answers in words and letters of a choice, without `\text{}`, brackets and case.
-
-    Words that could be a formula, such as `xyz`, are decided here only if they are the same.
-    """
-    if not _is_words(gold) or not _is_words(answer):
-        return None
-    if _letters(gold) == _letters(answer):
-        return "same words"
-    gold_is_no_formula = r"\text" in gold or re.fullmatch(r"[A-Z]{2,}|.*[A-Za-z]{5}.*", gold)
-    return DIFFERENT if gold_is_no_formula else None
-
-
-def _is_words(text: str) -> bool:
-    r"""Return whether the text is words: in `\text{}`, or without digits and math signs.
-
-    The letter of a choice counts as a word.
-    """
-    bare = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
-    if r"\text" in text:
-        return bool(re.fullmatch(r"[\s().,:;'A-Za-z0-9-]*[A-Za-z][\s().,:;'A-Za-z0-9-]*", bare))
-    return bool(re.fullmatch(r"[A-Za-z'., ]*[A-Za-z]{3}[A-Za-z'., ]*|[Nn]o|\(?[A-Z]\)?", bare))
-
-
-def _letters(text: str) -> str:
-    """Return the letters and digits of a text, with the sign and the point of numbers.
-
-    Case is dropped, except for a single letter.
-    """
-    filler = r"\b(?:option|choice|answer)\b"
-    bare = re.sub(filler, "", text.replace(r"\text", ""), flags=re.IGNORECASE)
-    kept = re.sub(r"(?![-.]\d)[^A-Za-z0-9:]", "", bare)
-    return kept if len(kept) == 1 else kept.lower()
+    same = same_words(gold, answer)
+    return None if same is None else "same words" if same else DIFFERENT
 
 
 def _ascending(text: str) -> str:
@@ -422,6 +382,7 @@ def _ascending(text: str) -> str:
 
 _RULES = (
     _compare_labels,
+    _compare_domains,
     _compare_in_base,
     _compare_quantities,
     _compare_assignments,
@@ -429,5 +390,6 @@ _RULES = (
     _compare_lists,
     _compare_matrices,
     _compare_bracketed,
+    _compare_ratios,
     _compare_words,
 )

@@ -11,11 +11,13 @@ import re
 ROW_END = " ⏎ "
 
 _DELIMITERS = re.compile(r"\\[()\[\]]|(?<!\\)\$")
+_DOLLAR = re.compile(r"(?<!\\)\$")
 _SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lrm]?|middle)(?![A-Za-z])\.?")
 _SPACES = re.compile(
     r"\\(?:[,;:! ]|q?quad(?![A-Za-z])|hspace\{[^{}]*\}|displaystyle|textstyle|phantom|allowbreak)"
     r"|~|\s+"
 )
+_COLON = re.compile(r"(?:\\math(?:bin|rel|punct|ord))?\s*\{\s*:\s*\}")
 _DIGIT_GROUPING = re.compile(r"(?<=\d)(?:,\\!|\{,\}|\\,|\\!,?)(?=\d)")
 _FONTS = re.compile(
     r"\\(?:mathbf|mathit|mathsf|mathcal|boldsymbol|bm|operatorname\*?|mathop|ensuremath|boxed|fbox)\b"
@@ -75,8 +77,10 @@ def normalise_latex(text: str) -> str:
     """
     text = re.sub(r"√\s*(\d+|[A-Za-z])", r"\\sqrt{\1}", text)
     text = text.translate(_CHARACTERS).replace("√", r"\sqrt ")
+    if len(_DOLLAR.findall(text)) == 1:  # a currency, not a math delimiter
+        text = re.sub(r"(?<!\\)\$(?=\s*[\d.])", r"\\$", text)
     text = _DELIMITERS.sub(" ", text.replace("\\\\", ROW_END))
-    text = _DIGIT_GROUPING.sub("", text)
+    text = _DIGIT_GROUPING.sub("", _COLON.sub(":", text))
     text = _SIZES.sub("", text)
     text = _SPACES.sub(" ", text)
     text = _COMMAND.sub(lambda match: _COMMANDS[match[0]], text)

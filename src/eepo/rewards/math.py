@@ -7,19 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpmath.libmp import NoConvergence
-from sympy.polys.polyerrors import BasePolynomialError
-
 from eepo.rewards.boxed import last_boxed
 from eepo.rewards.equivalence import Unparsable, canonical, same_answer
 from eepo.rewards.extraction import final_answer
+from eepo.rewards.formulas import SYMPY_ERRORS
 from eepo.types import Verdict
-
-# What SymPy raises on malformed input. MemoryError is not listed: it must end the grading process.
-SYMPY_ERRORS = (
-    ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, RuntimeError,
-    TypeError, ValueError, BasePolynomialError, NoConvergence,
-)  # fmt: skip
 
 
 def grade(gold: Any, text: str) -> Verdict:
