@@ -172,7 +172,7 @@ def _serve(function: GradingFunction, cpu_seconds: float, state: SharedState, pi
         state.status = SharedState.END_OF_INPUT
     except MemoryError:
         state.status = SharedState.OUT_OF_MEMORY
-    except OSError:  # the function has closed them, or the trainer has ended
+    except OSError:  # the function has closed the pipes, or the trainer has ended
         state.status = SharedState.PIPES_CLOSED
     except BaseException:
         traceback.print_exc()
