@@ -63,7 +63,6 @@ def build_trainer(
     It holds the lock of the folder. `force` overrides the checks of `RunLock` and `find_start`.
     """
     check_logger(config.logging)
-    check_folder(config, out, resume, force)
     lock = RunLock(out, force)
     with lock.released_on_error():
         start = find_start(config, out, resume, force, progress)
@@ -128,7 +127,6 @@ def build_warmup(
     config: WarmupConfig, out: Path, resume: bool, progress: Progress, force: bool = False
 ) -> Warmup:
     """Return a warm start at step 0, or at the newest intact checkpoint in `out`."""
-    check_folder(config, out, resume, force)
     lock = RunLock(out, force)
     with lock.released_on_error():
         start = find_start(config, out, resume, force, progress)
@@ -276,7 +274,7 @@ def find_start(
     config: RunConfig | WarmupConfig, out: Path, resume: bool, force: bool, progress: Progress
 ) -> Start:
     """Return where the run in `out` continues. This writes nothing."""
-    check_folder(config, out, resume, force)  # again: another process may have used the folder
+    check_folder(config, out, resume, force)
     recipe_file = out / "recipe.toml"
     before = recipe.load(type(config), recipe_file) if recipe_file.exists() else config
     loop = before.training if isinstance(before, RunConfig) else before.supervised

@@ -48,7 +48,7 @@ def test_a_released_lock_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_an_error_releases_the_lock_and_removes_a_new_folder(tmp_path: Path) -> None:
-    for folder in (tmp_path / "new", tmp_path):
+    for folder in (tmp_path / "new" / "folder", tmp_path):
         held = RunLock(folder)
         with pytest.raises(ZeroDivisionError), held.released_on_error():
             raise ZeroDivisionError
@@ -112,7 +112,7 @@ def test_a_file_system_without_locks_needs_force(
 def test_a_folder_that_cannot_be_created_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     assert "Not a directory" in error_of(tmp_path / "file" / "run")
-    assert "File exists" in error_of(tmp_path / "file")
+    assert error_of(tmp_path / "file") == f"--out {tmp_path / 'file'} is a file; give a folder"
 
 
 def test_the_lock_is_exclusive_while_others_release_and_remove_it(tmp_path: Path) -> None:

@@ -34,10 +34,12 @@ class RunLock:
 
     def __init__(self, folder: Path, force: bool = False) -> None:
         self.folder, self.path = folder, folder / LOCK
-        self._is_new_folder = not folder.exists()
+        self._new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = _lock(self.path, force)
+        except FileExistsError:
+            raise UserError(f"--out {folder} is a file; give a folder") from None
         except OSError as error:
             raise UserError(f"--out {folder} cannot be written: {error.strerror}") from error
         owner = _read_owner(self._file)
@@ -56,7 +58,7 @@ class RunLock:
             return
         self.path.unlink(missing_ok=True)
         self._file.close()
-        self._remove_new_folder()
+        self._remove_new_folders()
 
     @contextmanager
     def released_on_error(self) -> Iterator[None]:
@@ -72,11 +74,11 @@ class RunLock:
         self._file.write(json.dumps(_this_process()).encode() + b"\n")
         self._file.flush()
 
-    def _remove_new_folder(self) -> None:
-        """Remove a folder that this lock created, if the run wrote nothing into it."""
-        if self._is_new_folder:
-            with suppress(OSError):
-                self.folder.rmdir()
+    def _remove_new_folders(self) -> None:
+        """Remove the folders that this lock created, if the run wrote nothing into them."""
+        with suppress(OSError):
+            for path in self._new_folders:
+                path.rmdir()
 
 
 def _lock(path: Path, force: bool) -> IO[bytes]:
