@@ -155,6 +155,17 @@ def test_damaged_final_weights_are_written_again_and_not_evaluated_again(
     assert_same_run(run(tiny(), folder, resume=True), full_run.folder)
 
 
+def test_a_finished_run_without_its_newest_checkpoint_is_evaluated_again(
+    full_run: FullRun, tmp_path: Path
+) -> None:
+    """Its evaluation belongs to a step that is trained again, so the resumed run drops it."""
+    folder = Path(shutil.copytree(full_run.folder, tmp_path / "run"))
+    newest = checkpoint.latest(folder / "checkpoints")
+    assert newest is not None
+    (newest / "model.safetensors").write_bytes(b"")
+    assert_same_run(run(tiny(), folder, resume=True), full_run.folder)
+
+
 def test_checkpoints_of_a_resumed_run_have_the_same_bytes(
     full_run: FullRun, tmp_path: Path
 ) -> None:

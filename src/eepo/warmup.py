@@ -75,12 +75,12 @@ class Warmup:
 
     def _finish(self) -> Path:
         final = self.log.folder / FINAL
-        damage = weights_damage(final)
-        if not damage:  # a finished warm start is resumed
+        damage, evaluated = weights_damage(final), self.log.has_evaluation(self.step, "full")
+        if evaluated and not damage:  # a finished warm start is resumed
             return final
-        if final.exists():
+        if damage and final.exists():
             self.progress.print(f"note: {final} is damaged: {damage}; it is written again")
-        if not self.log.has_evaluation(self.step, "full"):
+        if not evaluated:
             self._evaluate()
         for line in describe_policy(self.task, self.policy, self.evaluator):
             self.progress.print(line)

@@ -58,6 +58,7 @@ WARMUP = """
 name = "warmup"
 max_new_tokens = 8
 [model]
+path = "scratch"
 device = "cpu"
 [scratch]
 hidden_size = 16
