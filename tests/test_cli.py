@@ -360,7 +360,7 @@ def test_a_finished_demo_can_be_run_again(tmp_path: Path, eepo) -> None:
     overrides = settings(*TINY)
     assert eepo("demo", "--out", tmp_path / "demo", *overrides).code == 0
     before = {path: path.read_bytes() for path in (tmp_path / "demo").rglob("*.jsonl")}
-    assert len(before) == 6
+    assert len(before) == 7  # three in each of the two runs, and the lines of the plan
     result = eepo("demo", "--out", tmp_path / "demo", *overrides)
     assert result.code == 0, result.err
     assert {path: path.read_bytes() for path in before} == before

@@ -20,10 +20,12 @@ import typer
 
 from eepo.adapters.verl.cluster import Cluster
 from eepo.evaluation.options import BenchmarkOptions, option, option_name, split_names
+from eepo.experiments import plan_cli
 from eepo.runs.progress import Progress
 from eepo.types import UserError
 
 if TYPE_CHECKING:
+    from eepo.experiments.runner import Outcome
     from eepo.reports import Run
 
 app = typer.Typer(
@@ -34,6 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
+app.add_typer(plan_cli.app, name="plan")
 
 Recipe = Annotated[
     str, typer.Argument(help="A TOML file, or the name of a shipped recipe, e.g. `countdown/eepo`.")
@@ -260,25 +263,20 @@ def sweep(
     ] = 0,
 ) -> None:
     """Train a recipe over a grid of knobs and seeds. The same command continues a stopped sweep."""
-    from eepo.experiments.sweep import check_set, plan, run_sweep
+    from eepo.experiments.sweep import check_set, plan_sweep, run_sweep
     from eepo.reports.sweep_tables import check_measure, make_criterion
 
-    planned = plan(recipe, overrides or (), grid, seeds, out)
+    objective = f"{plot.on}/{plot.measure}" if plot.on else plot.measure
+    planned = plan_sweep(recipe, overrides or (), grid, seeds, out, objective)
     check_measure(plot.measure, planned.base.evaluation.num_samples)
     check_set(planned, plot.on)
     line_runs = plot.line_runs()
     if line_runs:  # fail now, not after the sweep, if a line cannot be drawn
         make_criterion(line_runs, plot.measure, plot.on)
     progress = Progress()
-    failed = run_sweep(planned, jobs, progress)
+    outcome = run_sweep(planned, jobs, progress)
     _write_sweep(out, line_runs, plot, progress)
-    for title, reason in failed.items():
-        progress.print(f"failed: {title}: {reason}")
-    if failed:
-        progress.print(
-            f"{len(failed)} of {len(planned.runs)} runs failed; the same command tries them again"
-        )
-        raise typer.Exit(1)
+    _exit_if_failed(outcome, progress)
 
 
 @app.command()
@@ -493,6 +491,14 @@ def _print_if_nothing_to_resume(out: Path, resume: bool, progress: Progress) -> 
     """
     if resume and not any((out / name).exists() for name in ("recipe.toml", "metrics.jsonl")):
         progress.print(f"no run in {out} yet: starts at step 1")
+
+
+def _exit_if_failed(outcome: Outcome, progress: Progress) -> None:
+    for title, reason in outcome.failed.items():
+        progress.print(f"failed: {title}: {reason}")
+    if outcome.failed:
+        progress.print(outcome.sentence())
+        raise typer.Exit(1)
 
 
 def _compare(

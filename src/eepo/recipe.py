@@ -268,10 +268,15 @@ class Source:
         return "--set" if knob in self.given else self.recipe
 
 
+@functools.cache  # plans load hundreds of recipes
+def _hints(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
 def _knobs(kind: Any) -> list[str]:
     """Return all keys of a config: sections, and knobs as `section.knob`."""
     names: list[str] = []
-    for key, hint in typing.get_type_hints(kind).items():
+    for key, hint in _hints(kind).items():
         names += [
             key,
             *(
@@ -314,7 +319,7 @@ def _guess(names: typing.Sequence[str]) -> str:
 
 
 def _read(kind: Any, tables: dict[str, Any], source: Source, prefix: str) -> Any:
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for key in tables:
         if key not in fields:

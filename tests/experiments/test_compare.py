@@ -160,7 +160,7 @@ def test_other_knobs_are_refused_before_anything_is_trained(
     grpo, eepo = grpo_and_eepo()
     other = dataclasses.replace(eepo, algorithm=dataclasses.replace(eepo.algorithm, clip_high=0.3))
     monkeypatch.setattr(
-        "eepo.experiments.compare.build_trainer", lambda *_, **__: pytest.fail("a run is started")
+        "eepo.assemble.build_trainer", lambda *_, **__: pytest.fail("a run is started")
     )
     with pytest.raises(
         UserError, match=r"clip_high = 0.3, but .*eepo/seed-3/recipe.toml has 0.2; .*--set again"

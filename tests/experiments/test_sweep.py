@@ -16,16 +16,9 @@ import pytest
 from rich.console import Console
 
 from eepo import recipe
-from eepo.experiments.sweep import (
-    Sweep,
-    check_set,
-    default_jobs,
-    job_environment,
-    num_cores,
-    parse_grid,
-    plan,
-    run_sweep,
-)
+from eepo.experiments.plan import Selection
+from eepo.experiments.runner import default_jobs, job_environment, make_schedule, num_cores
+from eepo.experiments.sweep import Sweep, check_set, parse_grid, plan_sweep, run_sweep
 from eepo.runs.jsonl import read_records
 from eepo.runs.progress import Progress
 from eepo.runs.runlog import METRICS
@@ -48,7 +41,23 @@ PATHS = "model.path=builtin:countdown,/no/such/model"
 
 
 def planned(out: Path, *grids: str, num_seeds: int = 1, overrides: tuple[str, ...] = TINY) -> Sweep:
-    return plan("countdown/grpo", overrides, grids, num_seeds, out)
+    return plan_sweep("countdown/grpo", overrides, grids, num_seeds, out)
+
+
+def names(sweep: Sweep) -> list[str]:
+    """Return the folders of all points."""
+    return list(dict.fromkeys(sweep.experiment.folder(run).parent.name for run in sweep.runs))
+
+
+def num_jobs(sweep: Sweep) -> int:
+    sweep.draft.write()
+    return default_jobs(sweep.experiment, sweep.runs)
+
+
+def finished(sweep: Sweep) -> list[bool]:
+    sweep.draft.write()
+    done = make_schedule(sweep.experiment, Selection()).done
+    return [run in done for run in sweep.runs]
 
 
 def command(out: Path, *grids: str, overrides: tuple[str, ...] = TINY, seeds: int = 1) -> list[str]:
@@ -129,7 +138,7 @@ def test_knobs_are_checked_together(tmp_path: Path) -> None:
         UserError, match=r"--grid algorithm.group_size=6 --grid algorithm.num_stages=4: .*got 6"
     ):
         planned(tmp_path, *grids)
-    assert len(planned(tmp_path, "algorithm.num_stages=2,3", grids[1]).points) == 2
+    assert len(planned(tmp_path, "algorithm.num_stages=2,3", grids[1]).runs) == 2
     with pytest.raises(UserError, match=r"algorithm.gate is given twice"):
         planned(tmp_path, "algorithm.gate=token", "algorithm.gate=step")
 
@@ -137,43 +146,39 @@ def test_knobs_are_checked_together(tmp_path: Path) -> None:
 def test_points_are_the_product_of_values_and_runs_are_ordered_by_seed(tmp_path: Path) -> None:
     grids = ("algorithm.temperature=1,1.2", "algorithm.gate=token,step")
     sweep = planned(tmp_path, *grids, num_seeds=2)
-    names = [sweep.folder(*run).relative_to(tmp_path) for run in sweep.runs]
+    folders = [sweep.experiment.folder(run).relative_to(tmp_path) for run in sweep.runs]
     points = [
         f"algorithm.gate={gate},algorithm.temperature={t}"
         for gate in ("token", "step")
         for t in ("1.0", "1.2")
     ]
-    assert names == [Path(point) / f"seed-{seed}" for seed in (0, 1) for point in points]
+    assert folders == [Path(point) / f"seed-{seed}" for seed in (0, 1) for point in points]
 
 
 def test_the_order_of_grids_does_not_change_the_points(tmp_path: Path) -> None:
     grids = ("algorithm.temperature=1", "algorithm.gate=step")
-    (point,) = planned(tmp_path, *grids).points
-    (reordered,) = planned(tmp_path, *grids[::-1]).points
-    assert point.folder_name == reordered.folder_name
+    assert names(planned(tmp_path, *grids)) == names(planned(tmp_path, *grids[::-1]))
 
 
 def test_any_value_has_a_unique_and_safe_folder_name(tmp_path: Path) -> None:
     """Values with separators or dots, very long ones, and pairs that are equal once cleaned."""
     values = ("../../up", "a/b", "a:b", "x" * 300, "x" * 299 + "y", "..")
     sweep = planned(tmp_path, f"model.path={','.join(values)}")
-    names = [point.folder_name for point in sweep.points]
-    assert len(set(names)) == len(values)
-    for name in names:
+    assert len(names(sweep)) == len(values)
+    for name in names(sweep):
         assert len(name) <= 120
         assert (tmp_path / name).resolve().parent == tmp_path.resolve()
 
 
 def test_the_recipe_of_a_point_reads_back_as_that_point(tmp_path: Path) -> None:
     sweep = planned(
-        tmp_path, "algorithm.unlearn_lr=1e-4,auto", r"model.path='a ü\b'", "model.device=cpu"
+        tmp_path, "algorithm.unlearn_lr=1e-4,auto", r"model.path='a ü\b','1'", "model.device=cpu"
     )
-    (tmp_path / "recipes").mkdir()
-    (tmp_path / "recipe.toml").write_text(recipe.dump(sweep.base))
-    for point in sweep.points:
-        file = tmp_path / "recipes" / "point.toml"
-        file.write_text(point.recipe_text())
-        assert recipe.load_run(file, ["training.seed=5"]) == point.run_config(5)
+    sweep.draft.write()
+    assert len(sweep.runs) == 4
+    for run in sweep.runs:
+        file = tmp_path / "recipes" / f"{sweep.experiment.folder(run).parent.name}.toml"
+        assert recipe.load_run(file, ["training.seed=0"]) == sweep.experiment.config(run)
 
 
 def test_an_unknown_evaluation_set_is_an_error(tmp_path: Path) -> None:
@@ -189,8 +194,8 @@ def test_runs_share_the_cores_and_a_gpu_has_one_run(
 ) -> None:
     for name in ("OMP_NUM_THREADS", "EEPO_GPU_SHARE"):
         monkeypatch.delenv(name, raising=False)
-    assert default_jobs(planned(tmp_path, "model.device=cpu")) == max(1, num_cores() // 2)
-    assert default_jobs(planned(tmp_path, "model.device=cpu,cuda:0")) == 1
+    assert num_jobs(planned(tmp_path, "model.device=cpu")) == max(1, num_cores() // 2)
+    assert num_jobs(planned(tmp_path, "model.device=cpu,cuda:0")) == 1
     assert job_environment(1)["OMP_NUM_THREADS"] == str(num_cores())
     assert job_environment(4 * num_cores())["OMP_NUM_THREADS"] == "1"
     assert [job_environment(jobs)["EEPO_GPU_SHARE"] for jobs in (1, 8)] == ["1.0", "0.125"]
@@ -255,7 +260,7 @@ def test_finished_runs_are_not_started_again(
     good, bad = good_and_bad(out)
     before = {path: path.stat().st_mtime_ns for path in good.rglob("*") if path.is_file()}
     tried = (bad / "log.txt").stat().st_mtime_ns
-    assert list(run_sweep(planned(out, PATHS), 1, silent_progress())) == [
+    assert list(run_sweep(planned(out, PATHS), 1, silent_progress()).failed) == [
         f"{bad.parent.name} seed 0"
     ]
     assert {path: path.stat().st_mtime_ns for path in good.rglob("*") if path.is_file()} == before
@@ -268,9 +273,9 @@ def test_other_values_more_seeds_or_more_steps_add_runs(
 ) -> None:
     out, _ = swept
     more = planned(out, "model.path=builtin:countdown,other", num_seeds=2)
-    assert [more.is_finished(*run) for run in more.runs] == [True, False, False, False]
+    assert finished(more) == [True, False, False, False]
     longer = planned(out, PATHS, overrides=(*TINY, "training.num_steps=2"))
-    assert not any(longer.is_finished(*run) for run in longer.runs)
+    assert not any(finished(longer))
 
 
 @pytest.mark.slow

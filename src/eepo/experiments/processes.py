@@ -12,7 +12,7 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,9 @@ class Process(Protocol):
     def poll(self) -> int | None: ...
     def terminate(self) -> None: ...
     def wait(self) -> int: ...
+
+
+Starter = Callable[[Job, Mapping[str, str], Sequence[int]], Process]
 
 
 @dataclass
@@ -63,15 +66,16 @@ def run_jobs(
     jobs: Sequence[Job],
     num_parallel: int,
     environment: Mapping[str, str],
-    on_exit: Callable[[Job, int], None],
+    on_exit: Callable[[Job, int], Iterable[Job] | None],
     on_stop: Callable[[], None] = lambda: None,
     inherited_fds: Sequence[int] = (),  # file descriptors that stay open in the processes
-    starter: Callable[[Job, Mapping[str, str], Sequence[int]], Process] = start,
+    starter: Starter = start,
 ) -> bool:
     """Run all jobs; return False if the user stopped them.
 
     `on_exit` is called with the exit code of each job, except for jobs that end because of a stop.
-    `on_stop` is called at each request to stop.
+    It may return jobs that can run now: they run before the waiting ones. `on_stop` is called at
+    each request to stop.
     """
     waiting, running = deque(jobs), dict[int, tuple[Job, Process]]()
     num_handled_requests = 0
@@ -91,7 +95,7 @@ def run_jobs(
                     if (code := process.poll()) is not None:
                         del running[pid]
                         if code == 0 or not stop.number:
-                            on_exit(job, code)
+                            waiting.extendleft(reversed([*(on_exit(job, code) or ())]))
         finally:
             _end([process for _, process in running.values()], kill=True)
     return not stop.number
@@ -131,7 +135,10 @@ def _end(processes: Sequence[Process], kill: bool) -> None:
         if process.poll() is not None:
             continue
         if kill:
-            os.killpg(process.pid, signal.SIGKILL)
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:  # it has only just been forked and leads no group yet
+                os.kill(process.pid, signal.SIGKILL)
             process.wait()
         else:
             # Only the process itself: it may need its children to save its work.

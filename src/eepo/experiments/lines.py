@@ -1,0 +1,123 @@
+"""Summarises a finished run as one line of JSON, and keeps these lines in a file.
+
+A line has the final evaluations, and the metrics as means over a few steps. It is all that tables
+and figures of a plan need, so the folder of the run may be deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from eepo.evaluation.results import RESULTS
+from eepo.reports.run_lines import Line
+from eepo.runs.jsonl import parse_json, read_records
+from eepo.runs.runlog import EVALUATIONS, METRICS
+
+KEPT_METRICS = re.compile(
+    r"entropy|reward|gate_share|missed_share|second_half_recovery|mismatch_kl"
+    r"|unlearn/(kl|lr)|seconds/total|memory/(peak|held)"
+    r"|stage[12]/(entropy|reward|length|clip_share|label/.+)|stage2/rewarded_ratio_min"
+)
+MAX_ROWS = 30  # of metrics
+BENCHMARKS = "benchmarks"  # folder of a run's benchmark evaluation
+
+
+def summarize_run(folder: Path) -> Line:
+    """Return what a line says about the run in `folder`."""
+    metrics = list(read_records(folder / METRICS))
+    size = max(1, -(-len(metrics) // MAX_ROWS))
+    evaluations = [
+        {name: _shorten(value) for name, value in row.items() if name != "problems"}
+        for row in read_records(folder / EVALUATIONS)
+        if row["kind"] == "full"
+    ]
+    return {
+        "num_steps": len(metrics),
+        "steps_to_50": steps_to_reward(metrics, 0.5),
+        "steps_to_90": steps_to_reward(metrics, 0.9),
+        "seconds": round(sum(row["seconds/total"] for row in metrics), 1),
+        "evaluations": evaluations + _benchmark_rows(folder, len(metrics)),
+        "metrics": [
+            _mean_row(metrics[first : first + size]) for first in range(0, len(metrics), size)
+        ],
+    }
+
+
+def steps_to_reward(rows: Sequence[dict[str, Any]], reward: float, window: int = 5) -> int | None:
+    """Return the first step at which the mean stage-1 reward of the last steps exceeds `reward`."""
+    values = [row.get("stage1/reward", 0.0) for row in rows]
+    for end in range(window, len(values) + 1):
+        if statistics.fmean(values[end - window : end]) > reward:
+            return end
+    return None
+
+
+def read_lines(path: Path) -> list[Line]:
+    return list(read_records(path)) if path.is_file() else []
+
+
+def append_line(path: Path, line: Line) -> None:
+    """Append a line. A line that was cut off, such as by a full disk, is removed before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+") as file:
+        end = file.seek(0, os.SEEK_END)
+        if end:
+            file.seek(0)
+            complete = file.read().rfind(b"\n") + 1
+            if complete < end:
+                file.truncate(complete)
+        file.write(json.dumps(line).encode() + b"\n")
+
+
+def _mean_row(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Average some steps. The row has the number of the last step."""
+    names = dict.fromkeys(name for row in rows for name in row if KEPT_METRICS.fullmatch(name))
+    values = {name: [row[name] for row in rows if row.get(name) is not None] for name in names}
+    means = {name: _shorten(statistics.fmean(some)) for name, some in values.items() if some}
+    return {"step": rows[-1]["step"]} | means
+
+
+def _shorten(value: Any) -> Any:
+    """Round floats to four digits, also inside of a table."""
+    if isinstance(value, dict):
+        return {name: _shorten(inner) for name, inner in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def _benchmark_rows(folder: Path, step: int) -> list[dict[str, Any]]:
+    """Return the results on benchmarks in the form of evaluations: a set for each benchmark."""
+    file = folder / BENCHMARKS / RESULTS
+    if not file.is_file():
+        return []
+    results = parse_json(file.read_bytes(), str(file))
+    num_samples = results["settings"]["num_samples"]
+    rows = []
+    for name, benchmark in results["benchmarks"].items():
+        means = {key: value["mean"] for key, value in benchmark["measures"].items()}
+        row = {
+            "step": step,
+            "kind": "full",
+            "set": name,
+            "num_problems": benchmark["num_problems"],
+            "num_samples": num_samples,
+            "greedy": means["greedy/accuracy"],
+            "length": means["greedy/length"],
+            "truncated_share": means["greedy/truncated_share"],
+        }
+        if num_samples:
+            prefix = "samples/pass@"
+            row["mean"] = means[f"samples/mean@{num_samples}"]
+            row["majority"] = means[f"samples/majority@{num_samples}"]
+            row["pass@k"] = {
+                key.removeprefix(prefix): mean
+                for key, mean in means.items()
+                if key.startswith(prefix)
+            }
+        rows.append({key: _shorten(value) for key, value in row.items()})
+    return rows

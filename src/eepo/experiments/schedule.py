@@ -1,0 +1,170 @@
+"""Orders the runs of an experiment: which are done, which can start, and which have to wait.
+
+A run waits for the tuning runs that choose its values, for the run whose weights it evaluates, and
+at equal time for the run of the baseline with the same seed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from eepo.experiments.experiment import Experiment, NotTuned, Run
+from eepo.experiments.plan import TUNE, Method, Selection
+from eepo.types import UserError
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The runs of a method with one seed. Their values may not be chosen yet."""
+
+    phase: str
+    regime: str
+    method: Method
+    seed: int
+
+
+class Schedule:
+    """Hands out runs as soon as they can start: `ready`, then `finish` or `fail`."""
+
+    def __init__(self, experiment: Experiment, selection: Selection) -> None:
+        self.experiment = experiment
+        self.slots = list(_slots(experiment, selection))
+        self.started: set[Run] = set()
+        self.done: set[Run] = set()
+        self.failed: set[Run] = set()
+        self._unfinished_tuning = {
+            (slot.regime, slot.method.name) for slot in self.slots if slot.phase == TUNE
+        }
+        self._find_done(self.slots)
+
+    @property
+    def num_runs(self) -> int:
+        return sum(map(self.num_runs_of, self.slots))
+
+    def known_runs(self) -> list[Run]:
+        """Return the runs whose values are chosen."""
+        return [run for slot in self.slots for run in self._known_runs(slot)]
+
+    def ready(self) -> list[Run]:
+        """Return the runs that can start now and have not been handed out before."""
+        runs = [
+            run
+            for run in self.known_runs()
+            if run not in self.started and run not in self.done and self._can_start(run)
+        ]
+        self.started |= set(runs)
+        return runs
+
+    def finish(self, run: Run) -> None:
+        self.done.add(run)
+        if run.phase == TUNE:
+            self.experiment.forget_choices()
+            self._update_tuning()
+
+    def fail(self, run: Run) -> None:
+        self.failed.add(run)
+
+    def raise_if_untuned(self) -> None:
+        """Raise an error if runs wait for tuning runs that are not part of this schedule."""
+        for slot in self.slots:
+            if not self._waits_for_tuning(slot):
+                self._expand(slot)
+
+    def _find_done(self, slots: list[Slot]) -> None:
+        """Find the runs that are done already. A finished tuning makes the values of more known."""
+        known = [slot for slot in slots if not self._waits_for_tuning(slot)]
+        for slot in known:
+            self.done |= {run for run in self._known_runs(slot) if self.experiment.is_done(run)}
+        if known:
+            self._update_tuning()
+            self._find_done([slot for slot in slots if slot not in known])
+
+    def _update_tuning(self) -> None:
+        """Find the methods whose tuning runs in this schedule are not all done."""
+        num_done = Counter((run.regime, run.method, run.seed) for run in self._done_in(TUNE))
+        self._unfinished_tuning = {
+            (slot.regime, slot.method.name)
+            for slot in self.slots
+            if slot.phase == TUNE
+            and num_done[slot.regime, slot.method.name, slot.seed] < self.num_runs_of(slot)
+        }
+
+    def _done_in(self, phase: str) -> Iterator[Run]:
+        return (run for run in self.done if run.phase == phase)
+
+    def num_runs_of(self, slot: Slot) -> int:
+        """Return the number of runs of a slot, also if their values are not chosen yet."""
+        points = len(self.experiment.plan.points(slot.regime, slot.method.name))
+        if slot.phase == TUNE:
+            return points
+        return points if slot.method.every_value and points else 1
+
+    def _waits_for_tuning(self, slot: Slot) -> bool:
+        needed = self.experiment.plan.needs_choice_of(
+            slot.regime, slot.method.name, own=slot.phase != TUNE
+        )
+        return bool(needed & self._unfinished_tuning)
+
+    def _known_runs(self, slot: Slot) -> list[Run]:
+        if self._waits_for_tuning(slot):
+            return []
+        try:
+            return self._expand(slot)
+        except NotTuned:
+            return []
+
+    def _expand(self, slot: Slot) -> list[Run]:
+        phase, regime, name = slot.phase, slot.regime, slot.method.name
+        values = self.experiment.values(phase, regime, name)
+        runs = [Run(phase, regime, name, value, slot.seed) for value in values]
+        for run in runs[:1]:
+            self.experiment.knobs(run)  # raises an error if a value that it inherits is not chosen
+        return runs
+
+    def _can_start(self, run: Run) -> bool:
+        source, baseline = self.experiment.source(run), self.experiment.time_baseline(run)
+        return all(
+            needed in self.done or (needed not in self.started and self.experiment.is_done(needed))
+            for needed in (source, baseline)
+            if needed is not None
+        )
+
+    def missing_needs(self) -> list[str]:
+        """Describe the runs that are needed, but are neither done nor part of this schedule."""
+        runs = self.known_runs()
+        missing = []
+        for run in runs:
+            for needed in (self.experiment.source(run), self.experiment.time_baseline(run)):
+                if needed and needed not in runs and not self.experiment.is_done(needed):
+                    missing.append(
+                        f"{self.experiment.title(run)} needs {self.experiment.title(needed)}"
+                    )
+        return missing
+
+
+def check_schedule(schedule: Schedule) -> None:
+    """Raise an error for runs that could never start."""
+    schedule.raise_if_untuned()
+    if missing := schedule.missing_needs():
+        raise UserError(f"{missing[0]}, which is not finished and not selected")
+
+
+def _slots(experiment: Experiment, selection: Selection) -> Iterator[Slot]:
+    """Yield slots seed by seed, so that an experiment that is stopped has complete seeds."""
+    plan = experiment.plan
+    for phase in experiment.phases(selection):
+        for seed in plan.phases[phase].seeds:
+            for regime in plan.regimes:
+                if selection.regimes and regime not in selection.regimes:
+                    continue
+                for method in plan.runnable_methods(phase, regime):
+                    chosen = not selection.methods or method.name in selection.methods
+                    if not chosen or seed not in experiment.seeds(phase, method.name):
+                        continue
+                    if phase == TUNE and not (
+                        method.is_tuned and plan.tuned_in(regime, method.name) == regime
+                    ):
+                        continue
+                    yield Slot(phase, regime, method, seed)

@@ -1,0 +1,136 @@
+"""Formats the runs of a plan as Markdown tables: training, and final measures paired by seed."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from eepo.evaluation.estimates import seed_interval
+from eepo.reports.measures import shown_measures
+from eepo.reports.run_lines import Line, as_run, find_final_value, line_sets
+from eepo.reports.tables import display_name
+
+SECONDS = "seconds"
+TRAINING_COLUMNS = {
+    "entropy": "entropy",
+    "stage1/entropy": "of stage 1",
+    "stage2/entropy": "of stage 2",
+    "reward": "reward",
+    "stage1/reward": "of stage 1",
+    "stage2/reward": "of stage 2",
+    "unlearn/kl": "KL",
+    "unlearn/lr": "η",
+    "gate_share": "gated",
+    "missed_share": "missed",
+    "second_half_recovery": "recovered",
+    SECONDS: "seconds",
+}
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """Holds the lines of one method at one value, one line per seed."""
+
+    title: str
+    lines: Sequence[Line]
+    compared_with: str = ""  # title of the row that differences are to; "": of the first row
+
+
+def regime_tables(regime: str, rows: Sequence[TableRow], others: Sequence[TableRow]) -> list[str]:
+    """Return the tables of one regime: training, and one for each evaluation set.
+
+    `others` are all rows that `rows` may be compared with. Its first row is the baseline.
+    """
+    every_line = [line for row in others for line in row.lines]
+    prefix = f"{regime}, " if regime else ""
+    tables = []
+    columns = _training_columns(every_line)
+    trained = [row for row in rows if row.lines[0]["metrics"]]
+    if trained:
+        heads = ["", "seeds", *(TRAINING_COLUMNS[name] for name in columns)]
+        cells = [_training_cells(row, columns) for row in trained]
+        tables.append(_table(f"{prefix}training", heads, cells))
+    measures = _measures(every_line)
+    by_title = {row.title: row.lines for row in others}
+    for eval_set in line_sets(every_line):
+        cells = [_final_cells(row, by_title, eval_set, measures) for row in rows]
+        tables.append(_table(f"{prefix}{display_name(eval_set)}", ["", *measures], cells))
+    return tables
+
+
+def paired_difference(
+    lines: Sequence[Line], others: Sequence[Line], eval_set: str, measure: str
+) -> list[float]:
+    """Return the difference of a measure for each seed that both have."""
+    values, baseline = (
+        {line["seed"]: find_final_value(line, eval_set, measure) for line in some}
+        for some in (lines, others)
+    )
+    pairs = [(values[seed], baseline[seed]) for seed in sorted(values.keys() & baseline.keys())]
+    return [own - other for own, other in pairs if own is not None and other is not None]
+
+
+def _measures(lines: Sequence[Line]) -> list[str]:
+    greedy, mean, *rest = shown_measures([as_run(line) for line in lines])
+    return [mean, greedy, *rest]
+
+
+def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return f"### {title}\n\n" + "\n".join(
+        f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)
+    )
+
+
+def _training_columns(lines: Sequence[Line]) -> list[str]:
+    """Return the metrics that at least one run has: older runs have fewer."""
+    known = {name for line in lines for row in line["metrics"] for name in row}
+    return [name for name in TRAINING_COLUMNS if name in known or name == SECONDS]
+
+
+def _training_cells(row: TableRow, columns: Sequence[str]) -> list[str]:
+    """Return means over seeds. Metrics of steps are averaged over the last third of the steps."""
+    cells = [row.title, str(len(row.lines))]
+    for name in columns:
+        if name == SECONDS:
+            cells.append(f"{statistics.mean(line[SECONDS] for line in row.lines):.0f}")
+            continue
+        late = [
+            step[name]
+            for line in row.lines
+            for step in line["metrics"][-max(1, len(line["metrics"]) // 3) :]
+            if name in step
+        ]
+        cells.append(f"{statistics.mean(late):.3g}" if late else "")
+    return cells
+
+
+def _final_cells(
+    row: TableRow,
+    by_title: Mapping[str, Sequence[Line]],
+    eval_set: str,
+    measures: Sequence[str],
+) -> list[str]:
+    """Return the mean of each measure, and its difference, bold if the interval excludes 0."""
+    first = next(iter(by_title))
+    compared_with = row.compared_with or first
+    title = row.title if compared_with == first else f"{row.title} (to {compared_with})"
+    cells = [title]
+    for measure in measures:
+        values = [find_final_value(line, eval_set, measure) for line in row.lines]
+        present = [value for value in values if value is not None]
+        cell = f"{statistics.mean(present):.3f}" if present else ""
+        if row.title != compared_with:
+            cell += _difference(row.lines, by_title.get(compared_with, ()), eval_set, measure)
+        cells.append(cell)
+    return cells
+
+
+def _difference(lines: Sequence[Line], others: Sequence[Line], eval_set: str, measure: str) -> str:
+    differences = paired_difference(lines, others, eval_set, measure)
+    interval = seed_interval(differences)
+    if interval is None:
+        return ""
+    low, high = interval
+    text = f"{statistics.mean(differences):+.3f} [{low:+.3f}, {high:+.3f}]"
+    return f"<br>**{text}**" if low > 0 or high < 0 else f"<br>{text}"
