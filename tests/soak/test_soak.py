@@ -167,7 +167,9 @@ def test_a_command_can_be_killed_with_its_children(tmp_path: Path) -> None:
     outcome = process.wait(lambda: True)
     assert outcome.code == -signal.SIGKILL
     assert children
-    assert not any(_is_alive(child) for child in children)
+    while any(map(_is_alive, children)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(map(_is_alive, children))
 
 
 def _is_alive(pid: int) -> bool:
