@@ -91,6 +91,17 @@ def test_a_stale_lock_of_this_machine_is_taken(changes: dict[str, Any], tmp_path
     RunLock(owned_by(tmp_path, **changes)).release()
 
 
+def test_the_owner_may_write_its_name_after_it_has_the_lock(tmp_path: Path) -> None:
+    with (tmp_path / LOCK).open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        timer = threading.Timer(0.2, lambda: os.write(file.fileno(), b'{"pid": 7, "host": "a"}'))
+        timer.start()
+        assert "is in use by process 7 on host a" in error_of(tmp_path)
+        timer.join()
+        file.truncate(0)
+        assert error_of(tmp_path) == f"--out {tmp_path} is in use by another process"
+
+
 @pytest.mark.parametrize("text", [b"", b"\0" * 50, b"[1]", b'{"host": ', b"\xff\n"])
 def test_a_damaged_lock_file_is_taken(text: bytes, tmp_path: Path) -> None:
     (tmp_path / LOCK).write_bytes(text)

@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import platform
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +22,7 @@ from eepo.runs.jsonl import parse_json
 from eepo.types import UserError
 
 LOCK = ".lock"
+OWNER_SECONDS = 1.0  # for the owner of a lock to write its name
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _open_files: weakref.WeakSet[IO[bytes]] = weakref.WeakSet()
 
@@ -88,7 +90,7 @@ def _lock(path: Path, force: bool) -> IO[bytes]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            owner = _read_owner(file)
+            owner = _wait_for_owner(file)
             file.close()
             raise UserError(f"--out {path.parent} is in use by {_describe(owner)}") from None
         except OSError as error:  # the file system has no locks
@@ -124,11 +126,19 @@ def _is_this_machine(owner: dict[str, Any]) -> bool:
     return owner.get("host") == here["host"] or owner.get("boot") == here["boot"] != ""
 
 
+def _wait_for_owner(file: IO[bytes]) -> dict[str, Any]:
+    """Return the owner of a lock. It may still have to write its name."""
+    deadline = time.monotonic() + OWNER_SECONDS
+    while not (owner := _read_owner(file)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return owner
+
+
 def _read_owner(file: IO[bytes]) -> dict[str, Any]:
     file.seek(0)
     try:
         owner = parse_json(file.read(10_000), LOCK)
-    except UserError:  # empty: the other process has not written it yet
+    except UserError:  # empty or damaged
         return {}
     return owner if isinstance(owner, dict) else {}
 

@@ -58,20 +58,14 @@ def find_start(out: Path, checkpoint_every: int, force: bool, command: str) -> S
     """
     folder = out / CHECKPOINTS
     _check_readable(folder)
-    damages: dict[Path, str] = {}
-    checkpoint = None
-    for path in reversed(list_checkpoints(folder)):
-        if not (damage := checkpoint_damage(path)):
-            checkpoint = path
-            break
-        damages[path] = damage
+    checkpoint, damages = _newest_intact(folder)
     step = step_of(checkpoint) if checkpoint else 0
-    missing = _missing(out, step, checkpoint_every)
-    is_fallback = bool(damages) or missing > step
+    expected = _newest_expected(out, step, checkpoint_every)
+    is_fallback = bool(damages) or expected > step
     renames = {path: free_name(path.with_name(f"damaged-{path.name}")) for path in damages}
     lines = [f"{path} is damaged: {damage}" for path, damage in damages.items()]
-    if missing > max([step, *map(step_of, damages)]):
-        lines.append(f"the checkpoints up to step {missing} are missing in {folder}")
+    if expected > max([step, *map(step_of, damages)]):
+        lines.append(f"the checkpoints up to step {expected} are missing in {folder}")
     if is_fallback and checkpoint is None and not force:
         raise UserError(
             f"{'; '.join(lines)}; no intact checkpoint is left; to train again from step 1, "
@@ -100,7 +94,8 @@ def open_records(log: RunLog, start: Start) -> list[str]:
 def run_files(out: Path) -> list[str]:
     """Return the names of files in `out` that only a run writes."""
     names = [name for name in RECORDS if (out / name).exists() and (out / name).stat().st_size]
-    return names + [name for name in (CHECKPOINTS, FINAL) if (out / name).exists()]
+    others = (LAST_CHECKPOINT, CHECKPOINTS, FINAL)
+    return names + [name for name in others if (out / name).exists()]
 
 
 def last_saved_step(out: Path) -> int | None:
@@ -112,7 +107,17 @@ def last_saved_step(out: Path) -> int | None:
     return step if type(step) is int else None
 
 
-def _missing(out: Path, step: int, checkpoint_every: int) -> int:
+def _newest_intact(folder: Path) -> tuple[Path | None, dict[Path, str]]:
+    """Return the newest intact checkpoint, and the damage of each newer one."""
+    damages: dict[Path, str] = {}
+    for path in reversed(list_checkpoints(folder)):
+        if not (damage := checkpoint_damage(path)):
+            return path, damages
+        damages[path] = damage
+    return None, damages
+
+
+def _newest_expected(out: Path, step: int, checkpoint_every: int) -> int:
     """Return the step of the newest checkpoint that must exist, or `step` if nothing is missing.
 
     Runs of older versions have no `last_checkpoint.json`. There, the records must not go further
