@@ -276,7 +276,10 @@ def sweep(
     progress = Progress()
     outcome = run_sweep(planned, jobs, progress)
     _write_sweep(out, line_runs, plot, progress)
-    _exit_if_failed(outcome, progress)
+    for line in outcome.failure_lines():
+        progress.print(line)
+    if outcome.failed:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -7,11 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from eepo.cli import app
 from eepo.experiments.experiment import Experiment
 from eepo.experiments.plan import Selection
 from eepo.experiments.plan_file import read_plan
 from eepo.experiments.plan_reports import _figure_data, plan_tables, write_plan_figures
+from eepo.experiments.toml_tables import dump_tables
 from eepo.reports.frontier import FrontierPanel, frontier_figure
 from eepo.reports.plan_figures import draw_frontier, length_measures
 from eepo.reports.steps_to_reward import regime_number
@@ -227,6 +230,31 @@ def test_the_figure_over_regimes_needs_numbers_in_their_names() -> None:
     assert regime_number("p_1e-5") == 1e-5
     with pytest.raises(UserError, match="regime dense: the figure steps_to_reward needs names"):
         regime_number("dense")
+
+
+def test_the_commands_print_tables_and_status_and_write_figures(
+    plans: SimpleNamespace, tmp_path: Path
+) -> None:
+    plan, out = tmp_path / "plan.toml", tmp_path / "out"
+    plan.write_text(dump_tables(plans.tables()))
+    out.mkdir()
+    plans.tuned(out)
+    plans.write(out / "report.jsonl", [plans.line("grpo", "1e-5", 0, 0.5)])
+
+    def call(command: str, *options: str) -> str:
+        words = ["plan", command, str(plan), "--out", str(out), *options]
+        result = CliRunner().invoke(app, words, catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    assert "| grpo 1e-5 | 0.250 | 0.500 |" in call("tables")
+    assert "1 done, 0 running, 0 failed, 8 left" in call(
+        "show", "--phase", "report", "--regime", "dense"
+    )
+    commands = call("show", "--commands", "--phase", "report", "--regime", "dense")
+    assert commands.count("eepo train countdown/grpo --out") == 8
+    call("figures", "--into", str(tmp_path / "figures"), "--figure", "pass_at_k")
+    assert (tmp_path / "figures" / "plan_dense_pass_at_k.png").is_file()
 
 
 # --- the results in docs/

@@ -218,7 +218,7 @@ def test_failed_and_killed_runs_do_not_affect_others_and_are_tried_again(
     assert recorded(tmp_path) == [("grpo", "", 1)]
     assert outcome.failed["grpo seed 0"].startswith("ended by SIGKILL")
     assert "/no/such/model" in outcome.failed["broken seed 1"]
-    assert outcome.sentence() == (
+    assert outcome.failure_lines()[-1] == (
         "3 of 6 runs failed, and 2 runs wait for them; the same command tries them again"
     )
     assert "failed: broken seed 1: eepo: " in text

@@ -55,10 +55,9 @@ def run(
     experiment = _experiment(plan, out)
     selection = _selection(phase, regime, method)
     outcome = run_in_processes(experiment, selection, jobs, progress, plan.stem)
-    for title, reason in outcome.failed.items():
-        progress.print(f"failed: {title}: {reason}")
+    for line in outcome.failure_lines():
+        progress.print(line)
     if outcome.failed:
-        progress.print(outcome.sentence())
         raise typer.Exit(1)
     progress.print(
         f"{outcome.num_done} of {outcome.num_runs} runs are finished; show them with: "

@@ -23,7 +23,7 @@ from eepo.experiments.folder_lock import FolderLock, locked_folder
 from eepo.experiments.lines import BENCHMARKS
 from eepo.experiments.plan import Benchmarks, Selection
 from eepo.experiments.processes import Job, Process, Starter, failure_reason, run_jobs
-from eepo.experiments.schedule import Schedule, check_schedule
+from eepo.experiments.schedule import Schedule
 from eepo.experiments.warm import WarmStarter
 from eepo.runs.progress import Bar, Progress
 from eepo.runs.runlog import write_atomically
@@ -47,15 +47,14 @@ class Outcome:
     failed: dict[str, str] = field(default_factory=dict)  # title -> reason
     num_waiting: int = 0  # runs that need a failed run
 
-    def sentence(self) -> str:
-        """Return a sentence about failures, or nothing."""
+    def failure_lines(self) -> list[str]:
+        """Return what the user should know about failures; nothing if there are none."""
         if not self.failed:
-            return ""
+            return []
+        lines = [f"failed: {title}: {reason}" for title, reason in self.failed.items()]
         waiting = f", and {self.num_waiting} runs wait for them" if self.num_waiting else ""
-        return (
-            f"{len(self.failed)} of {self.num_runs} runs failed{waiting}; "
-            "the same command tries them again"
-        )
+        failed = f"{len(self.failed)} of {self.num_runs} runs failed{waiting}"
+        return [*lines, f"{failed}; the same command tries them again"]
 
 
 def run_in_processes(
@@ -123,7 +122,7 @@ def run_here(experiment: Experiment, selection: Selection, progress: Progress) -
 def make_schedule(experiment: Experiment, selection: Selection) -> Schedule:
     """Check all runs before the first one starts. This writes nothing."""
     schedule = Schedule(experiment, selection)
-    check_schedule(schedule)
+    schedule.check()
     for run in schedule.known_runs():
         check_folder(experiment, run)
     return schedule
@@ -268,7 +267,7 @@ class _Workers:
         self._running.discard(job.title)
         self.lock.list_running(sorted(self._running))
         if code:
-            self._fail(job, run, code)
+            self._fail(job, code)
         else:
             complete(self.experiment, run)
             self.schedule.finish(run)
@@ -281,10 +280,9 @@ class _Workers:
             "stopping: runs end after their current step; stop again to end them at once"
         )
 
-    def _fail(self, job: Job, run: Run, code: int) -> None:
+    def _fail(self, job: Job, code: int) -> None:
         reason = failure_reason(job, code)
         self.outcome.failed[job.title] = reason
-        self.schedule.fail(run)
         write_atomically(job.log.parent / FAILED, reason + "\n")
         self.progress.print(f"failed: {job.title}: {reason}")
 

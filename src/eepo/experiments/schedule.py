@@ -26,14 +26,16 @@ class Slot:
 
 
 class Schedule:
-    """Hands out runs as soon as they can start: `ready`, then `finish` or `fail`."""
+    """Hands out runs as soon as they can start: `ready`, then `finish`.
+
+    A run that fails is never finished, so runs that need it never start.
+    """
 
     def __init__(self, experiment: Experiment, selection: Selection) -> None:
         self.experiment = experiment
         self.slots = list(_slots(experiment, selection))
         self.started: set[Run] = set()
         self.done: set[Run] = set()
-        self.failed: set[Run] = set()
         self._unfinished_tuning = {
             (slot.regime, slot.method.name) for slot in self.slots if slot.phase == TUNE
         }
@@ -63,14 +65,20 @@ class Schedule:
             self.experiment.forget_choices()
             self._update_tuning()
 
-    def fail(self, run: Run) -> None:
-        self.failed.add(run)
-
-    def raise_if_untuned(self) -> None:
-        """Raise an error if runs wait for tuning runs that are not part of this schedule."""
+    def check(self) -> None:
+        """Raise an error for a run that could never start: it needs a run that is not selected."""
         for slot in self.slots:
             if not self._waits_for_tuning(slot):
                 self._expand(slot)
+        runs = self.known_runs()
+        for run in runs:
+            for needed in self._needs(run):
+                if needed not in runs and not self.experiment.is_done(needed):
+                    title = self.experiment.title
+                    raise UserError(
+                        f"{title(run)} needs {title(needed)}, "
+                        "which is not finished and not selected"
+                    )
 
     def _find_done(self, slots: list[Slot]) -> None:
         """Find the runs that are done already. A finished tuning makes the values of more known."""
@@ -124,31 +132,15 @@ class Schedule:
         return runs
 
     def _can_start(self, run: Run) -> bool:
-        source, baseline = self.experiment.source(run), self.experiment.time_baseline(run)
         return all(
             needed in self.done or (needed not in self.started and self.experiment.is_done(needed))
-            for needed in (source, baseline)
-            if needed is not None
+            for needed in self._needs(run)
         )
 
-    def missing_needs(self) -> list[str]:
-        """Describe the runs that are needed, but are neither done nor part of this schedule."""
-        runs = self.known_runs()
-        missing = []
-        for run in runs:
-            for needed in (self.experiment.source(run), self.experiment.time_baseline(run)):
-                if needed and needed not in runs and not self.experiment.is_done(needed):
-                    missing.append(
-                        f"{self.experiment.title(run)} needs {self.experiment.title(needed)}"
-                    )
-        return missing
-
-
-def check_schedule(schedule: Schedule) -> None:
-    """Raise an error for runs that could never start."""
-    schedule.raise_if_untuned()
-    if missing := schedule.missing_needs():
-        raise UserError(f"{missing[0]}, which is not finished and not selected")
+    def _needs(self, run: Run) -> list[Run]:
+        """Return the runs that must be done before this run."""
+        needed = (self.experiment.source(run), self.experiment.time_baseline(run))
+        return [other for other in needed if other is not None]
 
 
 def _slots(experiment: Experiment, selection: Selection) -> Iterator[Slot]:
