@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import io
+import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -22,7 +24,7 @@ from eepo.adapters.verl.cluster import Cluster
 from eepo.evaluation.options import BenchmarkOptions, option, option_name, split_names
 from eepo.experiments import plan_cli
 from eepo.runs.progress import Progress
-from eepo.types import UserError
+from eepo.types import UserError, printable
 
 if TYPE_CHECKING:
     from eepo.experiments.runner import Outcome
@@ -457,7 +459,7 @@ def export_verl(
 
     config = load_run(recipe, overrides or ())
     if out is None:
-        print(command_line(config, cluster))
+        print("\n".join(map(printable, command_line(config, cluster).splitlines())))
         return
     from eepo.adapters.verl.export_folder import export_folder
 
@@ -553,6 +555,9 @@ def _report(folders: list[Path], out: Path, progress: Progress) -> None:
 
     runs = read_runs(folders)
     page = write_report(folders, out)
+    for run in runs:
+        for note in run.notes:
+            progress.print(f"note: {run.folder / note}")
     progress.console.print(terminal_table(comparison_rows(runs)))
     for sentence in summary_sentences(runs):
         progress.print(sentence)
@@ -560,12 +565,44 @@ def _report(folders: list[Path], out: Path, progress: Progress) -> None:
 
 
 def main() -> None:
-    """Run a command. A user error becomes one line; any other error is a bug with a traceback."""
+    """Run a command. Errors that are no bug become one line; EEPO_DEBUG=1 shows their traceback.
+
+    These are user errors, and errors of the operating system such as a full disk. Any other error
+    is a bug, which keeps its traceback.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal may not know every character
+            stream.reconfigure(errors="backslashreplace")
     try:
-        app()
-    except UserError as error:
-        print(f"eepo: {error}", file=sys.stderr)
-        sys.exit(2)
+        try:
+            app()
+        finally:
+            sys.stdout.flush()  # here, because errors during the exit of Python have a traceback
+    except (UserError, OSError) as error:
+        line = _error_line(error)
+        if line is None or os.environ.get("EEPO_DEBUG"):
+            raise
+        print(f"eepo: {line}", file=sys.stderr)
+        _drop_output_that_cannot_be_written()
+        sys.exit(2 if isinstance(error, UserError) else 1)
+
+
+def _error_line(error: UserError | OSError) -> str | None:
+    """Return the message for the user. Return None for an OSError that a library made up."""
+    if isinstance(error, UserError):
+        return str(error)
+    if error.strerror is None:
+        return None
+    name = "" if error.filename is None else f"{error.filename}: "
+    return printable(f"{name}{error.strerror}") + " (EEPO_DEBUG=1 shows the traceback)"
+
+
+def _drop_output_that_cannot_be_written() -> None:
+    """Send the rest of the output to /dev/null. Else Python tries again to write it, and fails."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

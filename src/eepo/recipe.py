@@ -160,7 +160,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         if len(files) == MAX_EXTENDS:
             raise UserError(f"{files[0]}: a chain of more than {MAX_EXTENDS} files by extends")
         files.append(path.resolve())
-        layers.append(_read_file(path))
+        layers.append(read_tables(path))
         base = layers[-1].pop("extends", None)
         if base is None:
             return functools.reduce(_merged, reversed(layers))
@@ -171,7 +171,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         path = path.parent / base
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+def read_tables(path: Path) -> dict[str, Any]:
+    """Read a TOML file without the recipe that it extends."""
     try:
         return load_toml(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:

@@ -79,6 +79,37 @@ def test_a_row_without_a_column_that_the_report_needs_is_damaged(write_run, colu
     assert len(run.evaluations) == len(rows) - 3
 
 
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("greedy", "x"),
+        ("mean", []),
+        ("mean", 10**400),
+        ("pass@k", {"1": 10**400}),
+        ("pass@k", {"x": 0.5}),
+        ("pass@k", {"1": None}),
+        ("num_samples", 10**20),
+        ("num_problems", -1),
+        ("step", 10**400),
+        ("step", -1),
+        ("problems", None),
+    ],
+)
+def test_an_evaluation_with_an_impossible_value_is_damaged(write_run, column, value):
+    folder = write_run()
+    path = folder / EVALUATIONS
+    row = json.loads(path.read_text().splitlines()[-1]) | {column: value}
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    assert list(read_run(folder).notes) == ["evaluations.jsonl: 1 damaged line skipped"]
+
+
+def test_a_metric_of_400_digits_is_not_drawn(write_run):
+    folder = write_run()
+    (folder / METRICS).write_text(f'{{"step": 1, "entropy": {10**400}}}\n')
+    assert read_run(folder).series("entropy") == {}
+
+
 def test_a_complete_run_has_no_notes(write_run):
     assert list(read_run(write_run("eepo")).notes) == []
 

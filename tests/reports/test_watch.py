@@ -52,8 +52,12 @@ def start_run(folder: Path, name: str = "grpo", num_steps: int = 9) -> RunLog:
 def serve() -> Iterator[Callable[..., WatchServer]]:
     servers = []
 
-    def start(*folders: Path, clock: Callable[[], float] = time.time) -> WatchServer:
-        server = WatchServer(LiveReport(folders, clock), 0, 5.0)
+    def start(
+        *folders: Path,
+        clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.monotonic,
+    ) -> WatchServer:
+        server = WatchServer(LiveReport(folders, clock, timer), 0, 5.0)
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         servers.append(server)
         return server
@@ -141,7 +145,8 @@ def test_a_damaged_file_is_reported_and_does_not_stop_the_server(
     (tmp_path / name).write_text("not <json>\n" + kept)
     server = serve(tmp_path)
     code, _, page = get(server, "/report")
-    assert (code, "cannot be drawn now" in page, name in page) == (200, True, True)
+    note = "cannot be drawn now" if name == "recipe.toml" else f"{name}: 1 damaged line skipped"
+    assert (code, note in page, name in page) == (200, True, True)
     assert get(server, "/status")[0] == 200
     (tmp_path / name).write_text(kept)
     assert "seed 0, 1 steps" in get(server, "/report")[2]
@@ -193,6 +198,46 @@ def test_a_stalled_run_is_reported() -> None:
     assert "0 s ago" in run_status.line(900.0), "the clock of a file server may be ahead"
 
 
+def test_the_page_follows_a_run_although_the_clock_goes_back(
+    tmp_path: Path, serve: Callable[..., WatchServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    day = 24 * 3600.0
+    clock, timer = [time.time()], [0.0]
+
+    def slow(folders: Any, out: Path) -> Path:
+        clock[0] += 2.0
+        timer[0] += 2.0
+        out.write_text(f"drawn at {timer[0]:g}")
+        return out
+
+    monkeypatch.setattr(watch, "write_report", slow)
+    log = start_run(tmp_path)
+    log.append(METRICS, metrics(1))
+    server = serve(tmp_path, clock=lambda: clock[0], timer=lambda: timer[0])
+    assert get(server, "/report")[2] == "drawn at 2"
+    clock[0] -= day
+    timer[0] += 2.0 * watch.PAUSE_RATIO + 1
+    log.append(METRICS, metrics(2))
+    assert get(server, "/report")[2] == "drawn at 13"
+    assert status(server)["line"] == "step 2 of 9, 0 s ago"
+    timer[0] += 1000.0
+    clock[0] += 1000.0
+    assert status(server)["line"] == "step 2 of 9, 17 min ago (no new step for a while)"
+
+
+def test_damaged_lines_are_skipped_and_counted(
+    tmp_path: Path, serve: Callable[..., WatchServer]
+) -> None:
+    log = start_run(tmp_path)
+    log.append(METRICS, metrics(1))
+    with (tmp_path / METRICS).open("ab") as file:
+        file.write(b'{"step": 2, "rew\n' + bytes(20) + b"\n[]\n")
+    log.append(METRICS, metrics(3))
+    server = serve(tmp_path)
+    assert status(server)["line"] == "step 3 of 9, 0 s ago, 3 damaged lines skipped"
+    assert "grpo seed 0: metrics.jsonl: 3 damaged lines skipped" in get(server, "/report")[2]
+
+
 def test_an_empty_metrics_file_means_no_finished_step(tmp_path: Path) -> None:
     start_run(tmp_path)
     (tmp_path / METRICS).touch()
@@ -216,7 +261,7 @@ def test_the_report_is_drawn_only_after_files_changed_and_then_pauses(
     monkeypatch.setattr(watch, "write_report", slow)
     log = start_run(tmp_path)
     log.append(METRICS, metrics(1))
-    server = serve(tmp_path, clock=lambda: now[0])
+    server = serve(tmp_path, timer=lambda: now[0])
     assert [get(server, "/report")[2] for _ in range(3)] == ["drawing 1"] * 3
     first = status(server)["version"]
     log.append(METRICS, metrics(2))

@@ -9,12 +9,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from eepo.reports.records import Row, Run, by_method, thin_steps
+from eepo.reports.run_files import is_finite
 from eepo.reports.samples import replace_unprintable, samples_section
 
 # Rows on a page, characters of a text: small enough to mail the page.
@@ -101,7 +101,7 @@ def cut_text(text: str) -> str:
 
 def _finite_or_none(value: Any) -> float | None:
     """Return None for NaN and infinity: JSON has neither."""
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    return float(value) if is_finite(value) else None
 
 
 def _coverage(runs: Sequence[Run], kept: Sequence[Sequence[Row]]) -> str:

@@ -7,7 +7,6 @@ was killed can still be read.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from eepo.reports import evaluation_folders, foreign_runs
-from eepo.reports.run_files import Row, RunFiles, read_environment, read_recipe
+from eepo.reports.run_files import Row, RunFiles, is_finite, read_environment, read_recipe
 from eepo.runs.runlog import ALARMS, COMPLETIONS, EVALUATIONS, METRICS
 from eepo.types import UserError
 
@@ -51,7 +50,7 @@ class Run:
 
     def series(self, key: str) -> dict[int, float]:
         """Map step to metric. Omit steps without a finite value: they cannot be drawn."""
-        return {row["step"]: row[key] for row in self.metrics if _is_finite(row.get(key))}
+        return {row["step"]: row[key] for row in self.metrics if is_finite(row.get(key))}
 
     def full_evaluation(self, eval_set: str) -> Row | None:
         """Return the last full evaluation after training began.
@@ -290,7 +289,7 @@ def thin_steps(rows: Iterable[Row], max_rows: int) -> list[Row]:
 
 def has_logprob_after(row: Row) -> bool:
     """Return whether the log-probability is known before and after the unlearning step."""
-    return _is_finite(row.get("logprob")) and _is_finite(row.get("logprob_after"))
+    return is_finite(row.get("logprob")) and is_finite(row.get("logprob_after"))
 
 
 def _evaluates_start(folder: Path) -> bool:
@@ -315,7 +314,3 @@ class _CountingIterator:
         for row in self.rows:
             self.count += 1
             yield row
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +31,9 @@ COLUMNS: dict[str, dict[str, Any]] = {
     ALARMS: {"alarm": str, "state": str},
 }  # fmt: skip
 PROBLEM_COLUMNS = {"greedy": bool, "correct": int, "distinct": int}
+MEASURES = ("greedy", "mean", "distinct")  # a number, or missing
+MAX_COUNT = 10**6  # problems and samples of an evaluation
+MAX_STEP = 10**12
 
 
 class RunFiles:
@@ -60,9 +65,18 @@ def damage(num_lines: int) -> str:
 
 def is_complete(name: str, row: Row) -> bool:
     """Return whether a row of the file `name` has all columns that a report needs."""
-    problems = row.get("problems", []) if name == EVALUATIONS else []
+    if not _has_columns(row, COLUMNS[name]) or not 0 <= row["step"] <= MAX_STEP:
+        return False
+    return name != EVALUATIONS or _is_evaluation(row)
+
+
+def _is_evaluation(row: Row) -> bool:
+    problems, estimates = row.get("problems", []), row["pass@k"]
     return (
-        _has_columns(row, COLUMNS[name])
+        all(0 <= row[count] <= MAX_COUNT for count in ("num_problems", "num_samples"))
+        and all(isinstance(row.get(measure), float | int | None) for measure in MEASURES)
+        and all(k.isdecimal() and isinstance(value, NUMBER) for k, value in estimates.items())
+        and not any(map(_is_huge, (*map(row.get, MEASURES), *estimates.values())))
         and isinstance(problems, list)
         and all(_has_columns(problem, PROBLEM_COLUMNS) for problem in problems)
     )
@@ -70,8 +84,18 @@ def is_complete(name: str, row: Row) -> bool:
 
 def _has_columns(row: Any, columns: dict[str, Any]) -> bool:
     return isinstance(row, dict) and all(
-        isinstance(row.get(column), kind) for column, kind in columns.items()
+        isinstance(row.get(column), kind) and not _is_huge(row[column])
+        for column, kind in columns.items()
     )
+
+
+def _is_huge(value: Any) -> bool:
+    """Return whether a number cannot be formatted or drawn: JSON allows integers of any size."""
+    return isinstance(value, int) and abs(value) > sys.maxsize
+
+
+def is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not _is_huge(value) and math.isfinite(value)
 
 
 def read_recipe(path: Path) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from eepo.reports.sweep_tables import (
     knob_text,
 )
 from eepo.reports.tables import display_name
+from eepo.runs.writing import writing
 from eepo.types import UserError
 
 Styles = dict[str, tuple[str, str]]  # label → (colour, marker)
@@ -78,7 +79,8 @@ def write_sweep_figure(
     files = [out.with_suffix(".png"), out.with_suffix(".svg")]
     out.parent.mkdir(parents=True, exist_ok=True)
     for file in files:
-        file.write_bytes(image_bytes(figure, file.suffix.removeprefix(".")))
+        with writing(file):
+            file.write_bytes(image_bytes(figure, file.suffix.removeprefix(".")))
     return files
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from eepo.evaluation.estimates import powers_of_two, seed_interval
+from eepo.recipe import read_tables
 from eepo.reports.measures import (
     Estimate,
     comparison_rows,
@@ -26,8 +26,10 @@ from eepo.reports.measures import (
     shown_measures,
 )
 from eepo.reports.records import Run, evaluation_sets, read_run
+from eepo.reports.run_files import read_recipe
 from eepo.reports.summary import summary_sentences
 from eepo.reports.tables import display_name, markdown_lines, markdown_table, measure_text
+from eepo.runs.writing import writing
 from eepo.types import UserError
 
 STAGE_METRIC = re.compile(r"(stage\d+/)?(reward|entropy)")
@@ -82,7 +84,7 @@ class Criterion:
 def read_sweep(folder: Path) -> SweepResult:
     if not (folder / "recipe.toml").is_file() or not (folder / "recipes").is_dir():
         raise UserError(f"{folder}: not the folder of a sweep (no recipe.toml, or no recipes/)")
-    base = tomllib.loads((folder / "recipe.toml").read_text(encoding="utf-8"))
+    base = read_recipe(folder / "recipe.toml")
     changes = {file.stem: _read_knobs(file) for file in sorted((folder / "recipes").glob("*.toml"))}
     knobs = sorted({knob for changed in changes.values() for knob in changed})
     points = []
@@ -222,7 +224,8 @@ def write_sweep_tables(
     lines = "".join(json.dumps(row) + "\n" for row in sweep_rows(result, criterion))
     files = [result.folder / "sweep.md", result.folder / "sweep.jsonl"]
     for file, content in zip(files, (text, lines), strict=True):
-        file.write_text(content, encoding="utf-8")
+        with writing(file):
+            file.write_text(content, encoding="utf-8")
     return files
 
 
@@ -299,7 +302,7 @@ def _as_json(value: Estimate | None) -> dict[str, Any]:
 
 
 def _read_knobs(file: Path) -> dict[str, Any]:
-    recipe = tomllib.loads(file.read_text(encoding="utf-8"))
+    recipe = read_tables(file)
     sections = {name: table for name, table in recipe.items() if isinstance(table, dict)}
     return {
         f"{name}.{knob}": value for name, table in sections.items() for knob, value in table.items()

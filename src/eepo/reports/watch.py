@@ -17,7 +17,6 @@ import sys
 import tempfile
 import threading
 import time
-import tomllib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from eepo.reports import run_folders, write_report
+from eepo.reports.run_files import RunFiles, damage, read_recipe
 from eepo.runs.alarm import active_alarms
-from eepo.runs.jsonl import read_records
 from eepo.runs.runlog import ALARMS, COMPLETIONS, EVALUATIONS, METRICS
 from eepo.types import UserError
 
@@ -143,16 +142,25 @@ body {{ font: 16px/1.5 system-ui, sans-serif; padding: 1rem; }}</style>
 
 
 class LiveReport:
-    """Keeps the report of some folders, and draws it again on request after files changed."""
+    """Keeps the report of some folders, and draws it again on request after files changed.
 
-    def __init__(self, folders: Sequence[Path], clock: Callable[[], float] = time.time) -> None:
+    `clock` gives the time of day, as file times do. It may go back, so `timer` measures durations.
+    """
+
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.monotonic,
+    ) -> None:
         for folder in folders:
             if folder.exists() and not folder.is_dir():
                 raise UserError(f"{folder} is a file; give the folder of a run")
-        self.folders, self.clock = list(folders), clock
+        self.folders, self.clock, self.timer = list(folders), clock, timer
         self._lock = threading.Lock()  # draws once, however many windows are open
         self._version, self._page, self._paused_until = "", b"", 0.0
-        self._statuses: dict[Path, tuple[FileStamps, RunStatus]] = {}
+        # for each run, the time on `timer` at which its files were first seen as they are now
+        self._statuses: dict[Path, tuple[FileStamps, RunStatus, float]] = {}
 
     def run_folders(self) -> list[Path]:
         """Return the runs, and the runs inside folders of comparisons and sweeps."""
@@ -160,17 +168,17 @@ class LiveReport:
 
     def version(self) -> str:
         """Return a hash that changes with the files, but not while drawing is paused."""
-        is_paused = self._version and self.clock() < self._paused_until
+        is_paused = self._version and self.timer() < self._paused_until
         return self._version if is_paused else self._current_version()
 
     def page(self) -> bytes:
         with self._lock:
-            version, started = self._current_version(), self.clock()
+            version, started = self._current_version(), self.timer()
             is_paused = self._version and started < self._paused_until
             if version != self._version and not is_paused:
                 self._page = self._draw().encode("utf-8", errors="replace")
                 self._version = version
-                finished = self.clock()
+                finished = self.timer()
                 self._paused_until = finished + PAUSE_RATIO * (finished - started)
             return self._page
 
@@ -180,7 +188,8 @@ class LiveReport:
         lines, alarms = [], []
         for folder, status in statuses.items():
             prefix = f"{_run_label(folder)}: " if len(statuses) > 1 else ""
-            lines.append(prefix + status.line(self.clock()))
+            unchanged_for = self.timer() - self._statuses[folder][2]
+            lines.append(prefix + status.line(self.clock(), unchanged_for))
             alarms += [prefix + alarm for alarm in status.alarms]
         return {"version": self.version(), "line": " · ".join(lines), "alarms": alarms}
 
@@ -209,7 +218,7 @@ class LiveReport:
         """Read the folder again only if its files changed."""
         stamps = _file_stamps(folder)
         if folder not in self._statuses or self._statuses[folder][0] != stamps:
-            self._statuses[folder] = stamps, read_run_status(folder)
+            self._statuses[folder] = stamps, read_run_status(folder), self.timer()
         return self._statuses[folder][1]
 
 
@@ -223,43 +232,48 @@ class RunStatus:
     modified: float = 0.0  # when the metrics were last written
     finished: bool = False
     alarms: tuple[str, ...] = ()  # that are on
+    num_damaged: int = 0  # lines of its records
 
-    def line(self, now: float) -> str:
+    def line(self, now: float, unchanged_for: float = 0.0) -> str:
+        """Describe the run at the time `now`. Its files are known for `unchanged_for` seconds.
+
+        If the clock went back, the metrics seem to be from the future.
+        """
+        notes = f", {damage(self.num_damaged)}" if self.num_damaged else ""
         if not self.step:
-            return "no step finished yet"
+            return f"no step finished yet{notes}"
         line = f"step {self.step} of {self.num_steps}"
         if self.finished:
-            return f"{line}, finished"
-        age = max(0.0, now - self.modified)
+            return f"{line}, finished{notes}"
+        age = max(unchanged_for, now - self.modified)
         stalled = age > STALL_SECONDS + 5 * self.step_seconds
-        return f"{line}, {_duration(age)} ago{' (no new step for a while)' * stalled}"
+        return f"{line}, {_duration(age)} ago{' (no new step for a while)' * stalled}{notes}"
 
 
 def read_run_status(folder: Path) -> RunStatus:
-    """Read a folder in any state. The report, not the status, says if a file is damaged."""
+    """Read a folder in any state. The report says which files are damaged."""
+    files = RunFiles(folder)
     try:
-        recipe = tomllib.loads((folder / "recipe.toml").read_text(encoding="utf-8"))
-        rows = deque(read_records(folder / METRICS), maxlen=5)
-        evaluations = _read_optional(folder / EVALUATIONS)
-        alarms = active_alarms(_read_optional(folder / ALARMS))
+        recipe = read_recipe(folder / "recipe.toml")
+        rows = deque(files.rows(METRICS), maxlen=5)
+        evaluations = list(files.rows(EVALUATIONS))
+        alarms = active_alarms(files.rows(ALARMS))
         modified = (folder / METRICS).stat().st_mtime
-    except (OSError, ValueError, UserError):
+    except (OSError, UserError):
         return RunStatus()
+    num_damaged = files.num_damaged.total()
     if not rows:
-        return RunStatus()
-    step = rows[-1]["step"]
+        return RunStatus(num_damaged=num_damaged)
+    step, seconds = rows[-1]["step"], [row.get("seconds/total") for row in rows]
     return RunStatus(
         step,
         recipe.get("training", {}).get("num_steps", 0),
-        sum(row.get("seconds/total", 0.0) for row in rows) / len(rows),
+        sum(value for value in seconds if isinstance(value, int | float)) / len(rows),
         modified,
         any(row["kind"] == "full" and row["step"] == step for row in evaluations),
         tuple(f"alarm: {name}, reported at step {row['step']}" for name, row in alarms.items()),
+        num_damaged,
     )
-
-
-def _read_optional(path: Path) -> list[dict[str, Any]]:
-    return list(read_records(path)) if path.exists() else []
 
 
 def _run_label(folder: Path) -> str:
