@@ -237,13 +237,20 @@ def test_metrics_of_a_long_run_are_averaged_over_steps(
     assert [row.get("unlearn/kl") for row in found] == [0.5] + [None] * 20
 
 
-def test_a_line_that_was_cut_off_is_replaced(tmp_path: Path) -> None:
+def test_a_line_that_was_cut_off_is_replaced(plans: SimpleNamespace, tmp_path: Path) -> None:
     path = tmp_path / "report.jsonl"
-    append_line(path, {"seed": 1})
+    first, third = (plans.line("grpo", "1e-5", seed, 0.5) for seed in (1, 3))
+    append_line(path, first)
     with path.open("a") as file:
         file.write('{"seed": 2, "met')
-    append_line(path, {"seed": 3})
-    assert read_lines(path) == [{"seed": 1}, {"seed": 3}]
+    append_line(path, third)
+    assert read_lines(path) == [first, third]
+
+
+def test_a_file_without_lines_of_runs_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "report.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(UserError, match=r"report.jsonl: a line is no summary of a run"):
+        read_lines(tmp_path / "report.jsonl")
 
 
 def test_tables_are_written_as_toml_that_reads_back(tmp_path: Path) -> None:

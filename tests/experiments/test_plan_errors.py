@@ -86,6 +86,10 @@ WRONG = {
         {"methods__rates": EVERY_RATE, "methods__other": {"base": ["rates"]}},
         "methods.other builds on 'rates', which has every_value = true",
     ),
+    "temperature without samples": (
+        {"benchmarks": {"names": ["math500"], "temperature": 0.6}},
+        "benchmarks.temperature = 0.6 must be used with samples",
+    ),
     "tuned without an objective": ({"objective": []}, "give objective = "),
     "tuned without seeds to tune": (
         {"phases": {"report": {"seeds": [0]}}},
@@ -97,6 +101,10 @@ WRONG = {
         "methods.grpo.shares = ",
     ),
     "equal to nothing": ({"equal": "steps"}, 'equal = "steps" must be one of "rollouts", "time"'),
+    "equal time without a baseline": (
+        {"equal": "time", "methods": {"base": {"train": False}, "rates": EVERY_RATE}},
+        'equal = "time": the first method that trains sets the time of the others',
+    ),
     "benchmarks without names": ({"benchmarks": {}}, "benchmarks.names = null must be a list"),
 }
 

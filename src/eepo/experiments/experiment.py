@@ -122,7 +122,7 @@ class Experiment:
 
     def time_baseline(self, run: Run) -> Run | None:
         """Return the run whose training time limits this run, if the plan has equal time."""
-        name = self.plan.baseline
+        name = self.plan.timed_method
         if self.plan.equal != "time" or run.method == name:
             return None
         if not self.plan.methods[run.method].trains or run.phase == TUNE:

@@ -18,12 +18,14 @@ from eepo.evaluation.results import RESULTS
 from eepo.reports.run_lines import Line
 from eepo.runs.jsonl import parse_json, read_records
 from eepo.runs.runlog import EVALUATIONS, METRICS
+from eepo.types import UserError
 
 KEPT_METRICS = re.compile(
     r"entropy|reward|gate_share|missed_share|second_half_recovery|mismatch_kl"
     r"|unlearn/(kl|lr)|seconds/total|memory/(peak|held)"
     r"|stage[12]/(entropy|reward|length|clip_share|label/.+)|stage2/rewarded_ratio_min"
 )
+LINE_KEYS = ("regime", "method", "value", "seed", "seconds", "evaluations", "metrics", "knobs")
 MAX_ROWS = 30  # of metrics
 BENCHMARKS = "benchmarks"  # folder of a run's benchmark evaluation
 
@@ -59,7 +61,15 @@ def steps_to_reward(rows: Sequence[dict[str, Any]], reward: float, window: int =
 
 
 def read_lines(path: Path) -> list[Line]:
-    return list(read_records(path)) if path.is_file() else []
+    """Read the lines of a phase; nothing if the file does not exist."""
+    lines = list(read_records(path)) if path.is_file() else []
+    for line in lines:
+        missing = [key for key in LINE_KEYS if key not in line] if isinstance(line, dict) else [""]
+        if missing:
+            raise UserError(
+                f"{path}: a line is no summary of a run; each needs {', '.join(LINE_KEYS)}"
+            )
+    return lines
 
 
 def append_line(path: Path, line: Line) -> None:

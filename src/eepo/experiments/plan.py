@@ -170,6 +170,11 @@ class Plan:
         """Return the first method. Others are compared with it."""
         return next(iter(self.methods))
 
+    @property
+    def timed_method(self) -> str:
+        """Return the first method that trains. At equal time, it sets the time of the others."""
+        return next((m.name for m in self.methods.values() if m.trains), "")
+
     def methods_in(self, regime: str) -> list[Method]:
         listed = self.regimes[regime].methods
         return [

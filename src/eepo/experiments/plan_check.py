@@ -20,6 +20,7 @@ def check_plan(plan: Plan) -> None:
         _check_order(plan, method, ())
         _check_method(plan, method)
     _check_phases(plan)
+    _check_equal_time(plan)
     for regime in plan.regimes:
         for method in plan.methods_in(regime):
             if not method.recorded:
@@ -84,6 +85,15 @@ def _check_phases(plan: Plan) -> None:
         raise UserError(
             f"{plan.source}: methods.{tuned[0]} has values to choose from, so the plan needs "
             f"seeds in [phases.{TUNE}] and [phases.{REPORT}]"
+        )
+
+
+def _check_equal_time(plan: Plan) -> None:
+    first = plan.methods.get(plan.timed_method)
+    if plan.equal == "time" and (first is None or first.every_value or first.regimes):
+        raise UserError(
+            f'{plan.source}: equal = "time": the first method that trains sets the time of the '
+            "others, so it needs one value and all regimes"
         )
 
 

@@ -6,7 +6,6 @@ the knobs of a method. So a mistake is found before the first run.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from eepo.experiments.plan import (
 )
 from eepo.experiments.plan_check import check_plan
 from eepo.experiments.toml_tables import Table, shown
+from eepo.recipe import read_tables
 from eepo.reports.plan_figures import FIGURES
 from eepo.types import UserError
 
@@ -48,13 +48,7 @@ METHOD_KEYS = (
 
 def read_plan(path: Path) -> Plan:
     """Read and check the plan in a TOML file."""
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: no readable plan: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid TOML: {error}") from error
-    return parse_plan(tables, str(path), path.parent)
+    return parse_plan(read_tables(path), str(path), path.parent)
 
 
 def parse_plan(tables: Mapping[str, Any], source: str, folder: Path) -> Plan:
