@@ -32,6 +32,7 @@ from typing import Any
 
 from eepo.rewards.domains import split_domain
 from eepo.rewards.formulas import Unparsable, has_variables, numeric_value, same_formula
+from eepo.rewards.inequalities import INEQUALITY, ascending
 from eepo.rewards.latex import normalise_latex, outer_brackets, remove_spaces, split_top_level
 from eepo.rewards.matrices import as_vector, matrix_rows
 from eepo.rewards.names import is_name
@@ -55,8 +56,6 @@ _UNION = re.compile(r"∪")
 _EQUALS = re.compile(r"(?<![<>!\\])=(?!=)")
 _APPROX = re.compile(r"\\approx")
 _IN = re.compile(r"\\in(?![A-Za-z])")
-_INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|lt|gt)(?![A-Za-z])")
-_REVERSED_SIGN = {">": "<", r"\ge": r"\le", r"\gt": r"\lt"}
 _LABEL = re.compile(r"\\text\{\s*\(?([A-E])\)?[.:]?\s*\}\s*(?=[^\s_^+*/=<>-]|-\d)")
 
 
@@ -88,7 +87,7 @@ def _compare(gold: str, answer: str, depth: int) -> str | None:
         result = rule(gold, answer, depth)
         if result is not None:
             return result or None
-    same = same_formula(_ascending(gold), _ascending(answer))
+    same = same_formula(ascending(gold), ascending(answer))
     return "same expression" if same else None
 
 
@@ -232,7 +231,7 @@ def _compare_unions(gold: str, answer: str, depth: int) -> str | None:
     if len(gold_parts) == 1 and len(answer_parts) == 1:
         return None
     gold_parts, answer_parts = (
-        split_top_level(text, _COMMA) if len(parts) == 1 and _INEQUALITY.search(text) else parts
+        split_top_level(text, _COMMA) if len(parts) == 1 and INEQUALITY.search(text) else parts
         for text, parts in ((gold, gold_parts), (answer, answer_parts))
     )
     return "same union" if _equal_in_any_order(gold_parts, answer_parts, depth) else DIFFERENT
@@ -344,18 +343,24 @@ def _compare_bracketed(gold: str, answer: str, depth: int) -> str | None:
     gold_pair, answer_pair = outer_brackets(gold), outer_brackets(answer)
     if gold_pair is None and answer_pair is None:
         return None
+    gold_inner, answer_inner = _without_brackets(gold), _without_brackets(answer)
+    if [gold_inner, answer_inner] != [gold, answer]:
+        return _compare(gold_inner, answer_inner, depth + 1) or DIFFERENT
     gold_parts, answer_parts = (
         split_top_level(pair[1], _COMMA) if pair else [] for pair in (gold_pair, answer_pair)
     )
-    if len(gold_parts) <= 1 and len(answer_parts) <= 1:
-        gold_inner = gold_pair[1] if gold_pair else gold
-        answer_inner = answer_pair[1] if answer_pair else answer
-        return _compare(gold_inner, answer_inner, depth + 1)
     if gold_pair and answer_pair:
         same_brackets = gold_pair[0] == answer_pair[0]
         same = same_brackets and _equal_in_order(gold_parts, answer_parts, depth)
         return "same elements" if same else DIFFERENT
-    return None if _INEQUALITY.search(gold) or _INEQUALITY.search(answer) else DIFFERENT
+    return None if INEQUALITY.search(gold) or INEQUALITY.search(answer) else DIFFERENT
+
+
+def _without_brackets(text: str) -> str:
+    """Remove the brackets around a single element."""
+    while (pair := outer_brackets(text)) and len(split_top_level(pair[1], _COMMA)) == 1:
+        text = pair[1]
+    return text
 
 
 def _compare_ratios(gold: str, answer: str, depth: int) -> str | None:
@@ -366,18 +371,6 @@ def _compare_ratios(gold: str, answer: str, depth: int) -> str | None:
 def _compare_words(gold: str, answer: str, depth: int) -> str | None:
     same = same_words(gold, answer)
     return None if same is None else "same words" if same else DIFFERENT
-
-
-def _ascending(text: str) -> str:
-    r"""Rewrite a descending inequality: 5 > x \ge -2 becomes -2 \le x < 5."""
-    signs = _INEQUALITY.findall(text)
-    if not signs or any(sign not in _REVERSED_SIGN for sign in signs) or "," in text:
-        return text
-    parts = _INEQUALITY.split(text)
-    reversed_text = parts[-1]
-    for sign, part in zip(reversed(signs), reversed(parts[:-1]), strict=True):
-        reversed_text += f" {_REVERSED_SIGN[sign]} {part}"
-    return reversed_text
 
 
 _RULES = (

@@ -22,6 +22,7 @@ from sympy import (
     default_sort_key,
     exp,
     floor,
+    postorder_traversal,
     preorder_traversal,
     sqrt,
 )
@@ -62,7 +63,7 @@ def draw_points(gold: Expr, answer: Expr, rng: random.Random) -> Iterator[Point]
             else:
                 draw = _step_coordinate if has_steps else _coordinate
                 point[symbol] = draw(rng, index, far)
-        if not _is_too_large(gold, point) and not _is_too_large(answer, point):
+        if not is_too_large(gold, point) and not is_too_large(answer, point):
             yield point
 
 
@@ -124,12 +125,12 @@ def _factorial_arguments(formula: Expr) -> set[Any]:
     return {symbol for function in functions for symbol in function.free_symbols}
 
 
-def _is_too_large(formula: Expr, point: Point) -> bool:
-    """Return whether a power or a factorial is too large to be computed."""
-    for node in preorder_traversal(formula):
+def is_too_large(formula: Any, point: Point) -> bool:
+    """Return whether a power or a factorial is too large to be computed, as in 9^{9^9}."""
+    for node in postorder_traversal(formula):  # inner exponents first: they must be small, too
         if isinstance(node, Pow | exp | CombinatorialFunction):
-            exponent = node.exp if isinstance(node, Pow | exp) else node.args[0]
-            size: Any = exponent.evalf(5, subs=point) if exponent.free_symbols else exponent
-            if size.is_number and bool(abs(size) > MAX_EXPONENT) and node.free_symbols:
+            size: Any = node.args[0] if isinstance(node, CombinatorialFunction) else node.exp
+            size = size.evalf(5, subs=point)
+            if size.is_number and bool(abs(size) > MAX_EXPONENT):
                 return True
     return False

@@ -46,19 +46,18 @@ def _clock(time: re.Match[str]) -> tuple[int, ...]:
 def _proportional(
     gold: list[str], answer: list[str], same_formula: Callable[[str, str], bool]
 ) -> bool:
+    """Return whether the parts of one ratio are a multiple of the parts of the other."""
     gold_numbers, answer_numbers = (
         [read_number(part) for part in parts] for parts in (gold, answer)
     )
     if all(gold_numbers) and all(answer_numbers):
         left = [number.value for number in gold_numbers if number]
         right = [number.value for number in answer_numbers if number]
-        pairs = list(zip(left, right, strict=True))
-        factors = [(a, b) for a, b in pairs if a or b]
-        return (
-            bool(factors)
-            and all(a * factors[0][1] == b * factors[0][0] for a, b in pairs)
-            and all(a and b for a, b in factors)
-        )
+        first = next((index for index, value in enumerate(left) if value), None)
+        if first is None or right[first] == 0:
+            return False
+        pairs = zip(left, right, strict=True)
+        return all(a * right[first] == b * left[first] for a, b in pairs)
     return all(
         same_formula(
             rf"\frac{{{gold[index]}}}{{{gold[0]}}}", rf"\frac{{{answer[index]}}}{{{answer[0]}}}"
