@@ -41,9 +41,9 @@ COMMANDS = {
     "eval": [
         *("MODEL", "--benchmarks", "--data-dir", "--out", "--samples", "--temperature", "--seed"),
         *("--max-new-tokens", "--max-prompt-tokens", "--limit", "--template", "--reward"),
-        *("--max-rows", "--device", "--revision", "--trust-remote-code"),
+        *("--max-rows", "--device", "--revision", "--trust-remote-code", "--stop", "--dtype"),
     ],
-    "table": ["FOLDER", "--out"],
+    "table": ["FOLDER", "--out", "--measure", "--on"],
     "doctor": ["RECIPE", "--set", "--samples", "--device"],
     "watch": ["RUNS", "--port", "--interval"],
 }

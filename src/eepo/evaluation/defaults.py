@@ -111,7 +111,10 @@ def _problem_knobs(run: TrainedRun, on_benchmarks: bool) -> dict[str, Any]:
         return {}
     reward = run.knob("reward", "name", "auto")
     reward = DEFAULT_REWARDS.get(task, reward) if reward == "auto" else reward
-    names = ("data_dir", "template", "max_prompt_tokens")
-    return {"reward": reward} | {
-        name: run.knob("task", name, getattr(DEFAULTS, name)) for name in names
+    template = DEFAULTS.template if task == "dataset" else ""  # "": the task has none
+    return {
+        "reward": reward,
+        "data_dir": run.knob("task", "data_dir", DEFAULTS.data_dir),
+        "template": run.knob("task", "template", template),
+        "max_prompt_tokens": run.knob("task", "max_prompt_tokens", DEFAULTS.max_prompt_tokens),
     }

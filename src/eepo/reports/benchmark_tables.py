@@ -124,8 +124,9 @@ def _settings_caption(result: ModelResult) -> str:
     parts = ["greedy"]
     if settings["num_samples"]:
         parts.append(f"{settings['num_samples']} samples at temperature {settings['temperature']}")
-    template = settings["template"] if settings["template"] in ("boxed", "chat") else "custom"
-    parts += [f"template {template}", f"at most {settings['max_new_tokens']} new tokens"]
+    if template := settings["template"]:
+        parts.append(f"template {template if template in ('boxed', 'chat') else 'custom'}")
+    parts.append(f"at most {settings['max_new_tokens']} new tokens")
     return (
         f"{_row_label(result)}: {'; '.join(parts)}. All values except tokens are in percent; "
         f"brackets: {_interval_note([result])}."
