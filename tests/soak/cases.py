@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from table import Findings
+from table import Failure, Findings
 
 from eepo.types import UserError
 
@@ -22,7 +22,10 @@ CASE_SECONDS = 60.0  # an input that takes longer hangs
 def check_cases(
     check: Callable[[Any], None], cases: Sequence[Any], describe: Callable[[Any], str] = repr
 ) -> Findings:
-    """Call `check` with each case. It may return, or raise a `UserError` of one line."""
+    """Call `check` with each case. It may return, or raise a `UserError` of one line.
+
+    A `Failure` counts in the column that it names, every other exception as a traceback.
+    """
     findings, first = Findings(tried=len(cases)), 0
     while first < len(cases):
         read, write = os.pipe()
@@ -38,7 +41,7 @@ def check_cases(
         for case, result in zip(cases[first:], results, strict=False):
             findings.slowest = max(findings.slowest, result["seconds"])
             if result["error"]:
-                findings.add("tracebacks", f"{describe(case)[:300]}: {result['error']}")
+                findings.add(result["column"], f"{describe(case)[:300]}: {result['error']}")
         first += len(results)
         if first < len(cases):  # the child did not come to the end
             column = "hangs" if hung else "tracebacks"
@@ -72,21 +75,25 @@ def _run_in_child(check: Callable[[Any], None], cases: Sequence[Any], pipe: int)
         os.dup2(silence, 2)
         for case in cases:
             started = time.monotonic()
-            error = _error_of(check, case)
-            seconds = time.monotonic() - started
-            os.write(pipe, json.dumps({"error": error, "seconds": seconds}).encode() + b"\n")
+            column, error = _error_of(check, case)
+            result = {"column": column, "error": error, "seconds": time.monotonic() - started}
+            os.write(pipe, json.dumps(result).encode() + b"\n")
     finally:
         os._exit(0)
 
 
-def _error_of(check: Callable[[Any], None], case: Any) -> str:
-    """Return what is wrong with how the check ended, or an empty text."""
+def _error_of(check: Callable[[Any], None], case: Any) -> tuple[str, str]:
+    """Return how the check failed, as column and description. The latter is empty if it did not."""
     try:
         check(case)
     except UserError as error:
         line = str(error)
-        return "" if line.isprintable() and len(line) < 10_000 else f"not one line: {line[:300]!r}"
+        one_line = line.isprintable() and len(line) < 10_000
+        return "tracebacks", "" if one_line else f"not one line: {line[:300]!r}"
+    except Failure as failure:
+        return failure.column, str(failure)
     except BaseException as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
-        return f"{type(error).__name__}: {str(error)[:200]} ({place.filename}:{place.lineno})"
-    return ""
+        where = f"{place.filename}:{place.lineno}"
+        return "tracebacks", f"{type(error).__name__}: {str(error)[:200]} ({where})"
+    return "tracebacks", ""

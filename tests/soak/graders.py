@@ -9,15 +9,46 @@ from pathlib import Path
 from typing import Any
 
 from cases import check_cases
+from hostile_answers import hostile_answers
 from hostile_rewards import HOSTILE_REWARDS, RUN_VARIABLE, strays
 from scenarios import Workspace
-from table import Findings
+from table import Failure, Findings
 
 from eepo.config import RewardConfig
+from eepo.rewards import POOLED
 from eepo.rewards.isolation import PooledReward
-from eepo.types import Prompt, UserError
+from eepo.types import Prompt, UserError, Verdict
 
 REWARDS_PER_TRY = 4
+ANSWERS_PER_TRY = 100
+ANSWER_SECONDS = 2.0
+
+
+def try_hostile_answers(workspace: Workspace, rng: random.Random) -> Findings:
+    """Grade wrong answers one by one with the math grader, which must reject each in time."""
+    reward: list[PooledReward] = []  # its process starts in the fork, with the first answer
+
+    def check(pair: tuple[str, str]) -> None:
+        if not reward:
+            reward.append(PooledReward(POOLED["math"], RewardConfig(num_workers=1)))
+            grade(reward[0], ("1", "2"))  # the start takes a second
+        verdict, seconds = grade(reward[0], pair)
+        if seconds > ANSWER_SECONDS:  # once more: the machine may be busy
+            verdict, seconds = grade(reward[0], pair)
+        if verdict.reward > 0:
+            raise Failure("wrong accepts", verdict.reason)
+        if seconds > ANSWER_SECONDS:
+            raise Failure("hangs", f"{seconds:.2f} s")
+
+    pairs = list(hostile_answers(rng.getrandbits(32), ANSWERS_PER_TRY))
+    return check_cases(check, pairs, lambda pair: f"gold {pair[0][:140]!r}, {pair[1][:140]!r}")
+
+
+def grade(reward: PooledReward, pair: tuple[str, str]) -> tuple[Verdict, float]:
+    gold, text = pair
+    started = time.monotonic()
+    [verdict] = reward.grade([Prompt("", "", (), gold)], [text])
+    return verdict, time.monotonic() - started
 
 
 def try_hostile_rewards(workspace: Workspace, rng: random.Random) -> Findings:
@@ -28,7 +59,7 @@ def try_hostile_rewards(workspace: Workspace, rng: random.Random) -> Findings:
         os.environ[RUN_VARIABLE] = run
         os.chdir(Path(__file__).parent)
         if wrong := wrong_outcome(name):
-            raise AssertionError(wrong)
+            raise Failure("wrong accepts", wrong)
 
     names = rng.sample(sorted(HOSTILE_REWARDS), REWARDS_PER_TRY)
     findings = check_cases(check, names)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from damage import try_damage
 from full_disk import try_full_disk
-from graders import try_hostile_rewards
+from graders import try_hostile_answers, try_hostile_rewards
 from inputs import try_data_files, try_overrides, try_recipes
 from kills import try_kills
 from long_run import try_long_run
@@ -50,6 +50,7 @@ KINDS = {
     "recipes": Kind(try_recipes, 0.05, 10_000),
     "--set": Kind(try_overrides, 0.03, 10_000),
     "data files": Kind(try_data_files, 0.05, 2_000),
+    "hostile answers": Kind(try_hostile_answers, 0.1, 10_000),
     "hostile rewards": Kind(try_hostile_rewards, 0.07, 200),
     "long run": Kind(try_long_run, 0, 1),
 }
@@ -71,10 +72,13 @@ class Limit:
 def run_kind(name: str, limit: Limit, workspace: Workspace, seed: int, first: int = 0) -> Row:
     row, started, index = Row(name), time.monotonic(), first
     while index == first or not limit.reached(row):
-        row.add(KINDS[name].run(workspace, random.Random(f"{seed}/{name}/{index}")))
+        findings = KINDS[name].run(workspace, random.Random(f"{seed}/{name}/{index}"))
+        row.add(findings)
         row.seconds = time.monotonic() - started
-        index += 1
+        for column, description in findings.failures:
+            print(f"{name} {index}: {column}: {description}", file=sys.stderr)
         print(f"{name}: {row.tried} tried, {len(row.failures)} failures", file=sys.stderr)
+        index += 1
     return row
 
 

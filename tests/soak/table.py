@@ -8,6 +8,14 @@ COLUMNS = ("differences", "tracebacks", "hangs", "wrong accepts")
 MAX_EXAMPLES = 20  # failures of one kind that are printed in full
 
 
+class Failure(Exception):
+    """A check failed: the column of the table, and what happened."""
+
+    def __init__(self, column: str, description: str) -> None:
+        super().__init__(description)
+        self.column = column
+
+
 @dataclass
 class Findings:
     """The result of one try: how many cases it covered, and (column, description) of failures."""

@@ -36,11 +36,12 @@ cases, commands, comparison, damage, graders, inputs, long_run, scenarios = modu
 # --- inputs
 
 
-@pytest.mark.parametrize("kind", ["recipes", "--set", "data files"])
-def test_a_dozen_inputs_of_each_kind_cause_no_traceback(
+@pytest.mark.parametrize("kind", ["recipes", "--set", "data files", "hostile answers"])
+def test_a_dozen_inputs_of_each_kind_cause_no_failure(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inputs, "NUM_CASES", 12)
+    monkeypatch.setattr(graders, "ANSWERS_PER_TRY", 12)
     findings = soak.KINDS[kind].run(scenarios.Workspace(tmp_path), random.Random(1))
     assert findings.tried == 12
     assert findings.failures == []
@@ -52,6 +53,14 @@ def test_a_hostile_reward_ends_as_its_list_says(monkeypatch: pytest.MonkeyPatch)
     expected = graders.HOSTILE_REWARDS["raises_an_error"]
     monkeypatch.setitem(graders.HOSTILE_REWARDS, "exits_with_3", expected)
     assert "no error, but" in graders.wrong_outcome("exits_with_3")
+
+
+def test_a_right_answer_counts_as_a_wrong_accept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graders, "hostile_answers", lambda seed, number: [("5", "\\boxed{5}")])
+    findings = graders.try_hostile_answers(scenarios.Workspace(tmp_path), random.Random(1))
+    assert [column for column, _ in findings.failures] == ["wrong accepts"]
 
 
 def test_tracebacks_crashes_and_hangs_are_counted_and_the_other_cases_go_on(
