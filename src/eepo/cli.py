@@ -27,7 +27,6 @@ from eepo.runs.progress import Progress
 from eepo.types import UserError, printable
 
 if TYPE_CHECKING:
-    from eepo.experiments.runner import Outcome
     from eepo.reports import Run
 
 app = typer.Typer(
@@ -496,14 +495,6 @@ def _print_if_nothing_to_resume(out: Path, resume: bool, progress: Progress) -> 
     """
     if resume and not any((out / name).exists() for name in ("recipe.toml", "metrics.jsonl")):
         progress.print(f"no run in {out} yet: starts at step 1")
-
-
-def _exit_if_failed(outcome: Outcome, progress: Progress) -> None:
-    for title, reason in outcome.failed.items():
-        progress.print(f"failed: {title}: {reason}")
-    if outcome.failed:
-        progress.print(outcome.sentence())
-        raise typer.Exit(1)
 
 
 def _compare(
