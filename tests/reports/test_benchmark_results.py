@@ -200,6 +200,13 @@ def test_greedy_evaluations_do_not_hide_pass_at_k(
     assert figure is not None
 
 
+def test_distinct_answers_of_different_numbers_of_samples_are_not_compared(
+    write_run: Write, write_evaluation: Write
+) -> None:
+    runs = read_runs([write_run("grpo"), write_evaluation("base")])  # 32 and 8 samples
+    assert shown_measures(runs) == ["greedy", "mean", "pass@8"]
+
+
 def test_an_evaluation_is_added_to_its_run(write_run: Write, write_evaluation: Write) -> None:
     run = write_run("grpo", 1)
     folders = [write_evaluation("a", run=run, sets=["amc23"]), run, write_evaluation("b")]

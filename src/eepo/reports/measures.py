@@ -63,12 +63,15 @@ def shown_measures(runs: Sequence[Run]) -> list[str]:
     """List the measures that tables show.
 
     pass@k is shown at 8 and 32 if every full evaluation has so many samples, otherwise at the
-    largest k that all full evaluations share. Evaluations without samples do not count.
+    largest k that all full evaluations share. Evaluations without samples do not count. More
+    samples find more distinct answers, so these are shown only for equal numbers of samples.
     """
     rows = [row for run in runs for row in run.evaluations if row["kind"] == "full"]
-    ks = _shared_ks([row for row in rows if row.get("pass@k")])
+    sampled = [row for row in rows if row.get("pass@k")]
+    ks = _shared_ks(sampled)
+    distinct = ["distinct"] if len({row["num_samples"] for row in sampled}) <= 1 else []
     shown = sorted({k for k in (8, 32) if k in ks} | ({max(ks)} if ks and 32 not in ks else set()))
-    return ["greedy", "mean", *(f"pass@{k}" for k in shown), "distinct"]
+    return ["greedy", "mean", *(f"pass@{k}" for k in shown), *distinct]
 
 
 def pass_at_k_curve(evaluations: Sequence[Row]) -> list[int]:
