@@ -230,7 +230,7 @@ def _several_answers(rng: random.Random) -> Pair:
 def _long_text(rng: random.Random) -> Pair:
     gold, other = _two_wholes(rng)
     piece = rng.choice(
-        (f"{gold} ", f"{gold}, ", f"={gold}", "{", "(", r"\boxed{", r"\frac{1}{", "\\")
+        (f"{gold} ", f"{gold}, ", f"{gold}+", "{", "(", r"\boxed{", r"\frac{1}{", "\\")
     )
     filler = (piece * LONG)[:LONG]
     box = rf" \boxed{{{other}}}"

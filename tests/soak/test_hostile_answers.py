@@ -26,7 +26,7 @@ def test_the_same_seed_gives_the_same_answers() -> None:
 
 
 def test_a_sample_of_hostile_answers_is_rejected() -> None:
-    pairs = list(hostile.hostile_answers(0, 100))
+    pairs = list(hostile.hostile_answers(0, 50))
     reward = PooledReward("eepo.rewards.math:grade", RewardConfig(num_workers=2))
     try:
         prompts = [Prompt("", "", (), gold) for gold, _ in pairs]

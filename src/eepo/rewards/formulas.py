@@ -33,7 +33,9 @@ from eepo.rewards.zero_test import MARGIN, MAX_DIGITS, hidden_digits, is_zero, r
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 MAX_CHARACTERS = 500  # of a formula: parsing time grows faster than the length
-MAX_NESTING = 20  # brackets in brackets: parsing time doubles with each level
+MAX_NESTING = 20  # brackets in brackets: parsing time grows with each level
+MAX_ROUND_NESTING = 12  # of brackets other than braces, which take longer
+MAX_BARS = 20  # of absolute values
 DIGITS = 50  # of a value
 TOLERANCE = 1e-6  # of formulas with decimals, relative to the value
 
@@ -53,6 +55,7 @@ _GAMMA = re.compile(r"\\([gG])amma(?![A-Za-z]|\s*[_(])")
 # Two numbers side by side: the parser would add them.
 _ADJACENT_NUMBERS = re.compile(r"(?<![_^\d.])\d[\d.]*\s+\d")
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?|[A-Za-z]|\\[A-Za-z]+)\s*\^\\circ")
+_DOUBLE_BRACES = re.compile(r"\{(\{[^{}]*\})\}")
 _NEGATIVE_EXPONENT = re.compile(r"\^\s*-\s*(\w)")
 # The parser's unit rules are off: they remove variables. Capital letters stay capital.
 _NORMALIZATION = NormalizationConfig(
@@ -137,8 +140,7 @@ def parse_formula(text: str, with_products: bool = False) -> Any:
     Variables are real, and i is the imaginary unit. Python's operators, as in `x**2`, are accepted.
     Four or more letters in a row are a word, unless `with_products` says that they are variables.
     """
-    too_complex = len(text) > MAX_CHARACTERS or bracket_depth(text) > MAX_NESTING
-    if too_complex or _ADJACENT_NUMBERS.search(text):
+    if _is_too_complex(text) or _ADJACENT_NUMBERS.search(text):
         return None
     if not with_products and long_runs(text):
         return None
@@ -147,6 +149,8 @@ def parse_formula(text: str, with_products: bool = False) -> Any:
     text = _DEGREES.sub(r"\\left(\\frac{\1 \\pi}{180}\\right)", text)
     text = text.replace("∪", r"\cup ").replace("**", "^").replace("*", r" \cdot ")
     text = _NEGATIVE_EXPONENT.sub(r"^{-\1}", text)
+    while _DOUBLE_BRACES.search(text):
+        text = _DOUBLE_BRACES.sub(r"\1", text)
     if with_products:
         text = _LETTERS.sub(lambda letters: " ".join(letters[0]), text)
         text = _LETTER_D.sub("d_{variable}", text)
@@ -161,6 +165,16 @@ def parse_formula(text: str, with_products: bool = False) -> Any:
             raise
         return None
     return _with_real_variables(formula)
+
+
+def _is_too_complex(text: str) -> bool:
+    """Return whether parsing would take too long."""
+    return (
+        len(text) > MAX_CHARACTERS
+        or bracket_depth(text) > MAX_NESTING
+        or bracket_depth(text, "([", ")]") > MAX_ROUND_NESTING
+        or text.count("|") > MAX_BARS
+    )
 
 
 def _with_real_variables(formula: Any) -> Any:
@@ -259,10 +273,11 @@ def _proportional(gold: Expr, answer: Expr, rng: random.Random) -> bool | None:
     if len(values) < 2:
         return None
     first_gold, first_answer, first_hidden = values[0]
-    return all(
+    results = {
         is_zero(left * first_answer - right * first_gold, num_hidden + first_hidden)
         for left, right, num_hidden in values[1:]
-    )
+    }
+    return True in results and False not in results
 
 
 def _exact(formula: Expr) -> Expr:

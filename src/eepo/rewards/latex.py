@@ -156,11 +156,11 @@ def outer_brackets(text: str) -> tuple[str, str] | None:
     return None
 
 
-def bracket_depth(text: str) -> int:
+def bracket_depth(text: str, opening: str = "([{", closing: str = ")]}") -> int:
     """Return how deeply brackets are nested."""
     depth = deepest = 0
     for character in text:
-        depth += (character in "([{") - (character in ")]}")
+        depth += (character in opening) - (character in closing)
         deepest = max(deepest, depth)
     return deepest
 

@@ -129,7 +129,8 @@ def is_too_large(formula: Any, point: Point) -> bool:
     """Return whether a power or a factorial is too large to be computed, as in 9^{9^9}."""
     for node in postorder_traversal(formula):  # inner exponents first: they must be small, too
         if isinstance(node, Pow | exp | CombinatorialFunction):
-            size: Any = node.args[0] if isinstance(node, CombinatorialFunction) else node.exp
+            # The last argument: n of n!, and k of a binomial coefficient.
+            size: Any = node.exp if isinstance(node, Pow | exp) else node.args[-1]
             size = size.evalf(5, subs=point)
             if size.is_number and bool(abs(size) > MAX_EXPONENT):
                 return True
