@@ -242,6 +242,15 @@ def test_a_place_that_cannot_exist_is_one_line(
     assert_one_line(eepo(*words))
 
 
+def test_a_model_in_the_home_of_nobody_is_one_line(eepo: Eepo) -> None:
+    Path("amc23.jsonl").write_text('{"question": "1+1 =", "answer": "2"}\n')
+    for words in (
+        ["train", "countdown/eepo", "--out", "run", "--set", "model.path=~nobody-here/model"],
+        ["eval", "~nobody-here/model", "--benchmarks", "amc23", "--data-dir", "."],
+    ):
+        assert_one_line(eepo(*words), "~nobody-here/model")
+
+
 @pytest.mark.parametrize("file", ["recipe.toml", METRICS, "checkpoints"])
 def test_a_run_with_a_folder_or_a_file_in_a_wrong_place_is_one_line(
     file: str, finished_run: Path, eepo: Eepo

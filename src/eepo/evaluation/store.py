@@ -40,7 +40,7 @@ class Store:
             return {}
         try:
             return dict(json.loads(path.read_text(encoding="utf-8")))
-        except ValueError as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise UserError(f"{path}: not the settings of an evaluation: {error}") from error
 
     def check(self, settings: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +64,7 @@ class TrainedRun:
 
 def find_run(model: str) -> TrainedRun | None:
     """Return the run if `model` is a run folder, its final weights or one of its checkpoints."""
-    folder = Path(model).expanduser().resolve()
+    folder = Path(os.path.expanduser(model)).resolve()
     if not folder.is_dir():
         return None
     step, run_folder = None, folder
@@ -79,7 +80,7 @@ def model_label(model: str) -> str:
     """Return the last informative part of a hub name or folder."""
     uninformative = ("", ".", "..", "~", "final", "checkpoints")
     parts = [part for part in re.split(r"[/\\:]", model) if part not in uninformative]
-    return parts[-1] if parts else Path(model).expanduser().resolve().name
+    return parts[-1] if parts else Path(os.path.expanduser(model)).resolve().name
 
 
 def evaluation_name(model: str) -> str:

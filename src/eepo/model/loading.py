@@ -69,7 +69,7 @@ def resolve(path: str) -> str:
                 f'model.path = "{path}": no such packaged model; allowed: package:smollm2'
             )
         return str(smollm2.converted_folder())
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))  # Path.expanduser raises an error for ~nobody
     for candidate in (folder, folder / "final", checkpoint.latest(folder / "checkpoints")):
         if candidate is not None and any(
             (candidate / name).is_file() for name in ("config.json", CHECKSUMS)

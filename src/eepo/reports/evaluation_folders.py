@@ -81,6 +81,6 @@ def read_evaluation(folder: Path) -> EvaluationFolder:
         contents = results["settings"], results["benchmarks"], results["average"]
         evaluation = EvaluationFolder(folder, *contents, tables)
         _ = evaluation.method, evaluation.seed, evaluation.rows()  # all that reports need
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: not the results of an evaluation") from error
     return evaluation
