@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
 
 from eepo.runs import checkpoint
 from eepo.runs.checkpoint import Checkpointer
@@ -128,6 +129,15 @@ def test_a_checkpoint_is_a_model_folder_without_pickle(tmp_path: Path, tokenizer
         assert path.suffix in {".json", ".safetensors", ".jinja", ".txt"}, path
         # A pickle starts with 0x80, a zip of pickles with PK.
         assert not path.read_bytes().startswith((b"\x80", b"PK")), path
+
+
+def test_saving_prints_nothing(
+    tmp_path: Path, tokenizer: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    logging.enable_progress_bar()  # the default of transformers
+    model = small_model()
+    Checkpointer(tmp_path, model, tokenizer, adamw(model), keep=2).save(1, {})
+    assert capfd.readouterr() == ("", "")
 
 
 def test_the_latest_checkpoint_has_the_largest_step_number(tmp_path: Path) -> None:

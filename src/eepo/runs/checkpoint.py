@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.utils import logging
 
 from eepo.runs.checksums import CHECKSUMS, find_damage, write_checksums
 from eepo.runs.jsonl import parse_json
@@ -82,6 +83,7 @@ class Checkpointer:
 
 
 def save_model(folder: Path, model: Any, tokenizer: Any) -> None:
+    logging.disable_progress_bar()  # a bar per checkpoint would hide ours
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
