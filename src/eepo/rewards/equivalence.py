@@ -44,6 +44,7 @@ from eepo.rewards.words import same_words
 __all__ = ["Unparsable", "canonical", "same_answer"]
 
 MAX_ELEMENTS = 64  # of a list, a tuple or a set
+MAX_BRACKETS = 20  # around one element
 MAX_DEPTH = 8  # of rules that compare parts of an answer
 
 # What a rule returns if it applies and the answers differ.
@@ -358,7 +359,10 @@ def _compare_bracketed(gold: str, answer: str, depth: int) -> str | None:
 
 def _without_brackets(text: str) -> str:
     """Remove the brackets around a single element."""
-    while (pair := outer_brackets(text)) and len(split_top_level(pair[1], _COMMA)) == 1:
+    for _ in range(MAX_BRACKETS):
+        pair = outer_brackets(text)
+        if pair is None or len(split_top_level(pair[1], _COMMA)) > 1:
+            break
         text = pair[1]
     return text
 
