@@ -32,6 +32,7 @@ from eepo.reports.records import read_runs
 from eepo.rollout.transformers import TransformersEngine
 from eepo.runs import checkpoint
 from eepo.runs.jsonl import read_records
+from eepo.runs.lock import LOCK
 from eepo.runs.progress import Progress
 from eepo.runs.runlog import ALARMS, COMPLETIONS, EVALUATIONS, METRICS
 from eepo.types import Completion, Prompt, Rollout, Sampling, UserError, Verdict
@@ -117,7 +118,8 @@ def assert_same_run(a: Path, b: Path) -> None:
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
-    files = (path for path in folder.rglob("*") if path.is_file())
+    """Read all files but the lock. Copies of a running run have one, as after a kill."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != LOCK)
     return {path.relative_to(folder): path.read_bytes() for path in files}
 
 

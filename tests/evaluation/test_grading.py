@@ -30,7 +30,7 @@ def test_lines_keep_their_order_and_keys_and_get_a_verdict(tmp_path: Path) -> No
         {"gold": "1/2", "completion": r"\boxed{0.5}", "id": 7},
         {"gold": "52_8", "completion": r"\boxed{52_9}"},
         {"gold": 42, "completion": "I do not know"},
-        {"completion": r"\boxed{9^{9^{9^9}}}", "gold": "1", "note": "é\ud800"},
+        {"completion": r"\boxed{9^{9^{9^9}}}", "gold": "1", "note": "é\ud800"},  # not computed
         {"gold": "x", "completion": r"\boxed{\frac{\frac}}"},
     ]
     graded = grade(write(tmp_path / "in.jsonl", *rows), "--workers", "1")
@@ -40,7 +40,7 @@ def test_lines_keep_their_order_and_keys_and_get_a_verdict(tmp_path: Path) -> No
         (True, "same number"),
         (False, "different"),
         (False, "no answer found"),
-        (False, "time-out"),
+        (False, "different"),
         (False, "unparsable"),
     ]
 
