@@ -247,6 +247,36 @@ def test_an_empty_metrics_file_means_no_finished_step(tmp_path: Path) -> None:
 # ---- cost
 
 
+def test_one_thread_draws_for_all_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matplotlib keeps the fonts of each thread open, so new threads would use up descriptors."""
+    drawing_threads = []
+
+    def record(folders: Any, out: Path) -> Path:
+        drawing_threads.append(threading.get_ident())
+        out.write_text("drawing")
+        return out
+
+    monkeypatch.setattr(watch, "write_report", record)
+    log, done = start_run(tmp_path), threading.Event()
+    report = LiveReport([tmp_path], timer=lambda: 0.0)
+    pages: list[bytes] = []
+
+    def request() -> None:
+        pages.append(report.page())
+        done.wait()  # a thread that lives on keeps its id
+
+    for step in (1, 2, 3):
+        log.append(METRICS, metrics(step))
+        threading.Thread(target=request).start()
+        deadline = time.monotonic() + 30
+        while len(pages) < step and time.monotonic() < deadline:
+            time.sleep(0.001)
+    done.set()
+    assert pages == [b"drawing"] * 3
+    assert len(drawing_threads) == 3
+    assert len(set(drawing_threads)) == 1
+
+
 def test_the_report_is_drawn_only_after_files_changed_and_then_pauses(
     tmp_path: Path, serve: Callable[..., WatchServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

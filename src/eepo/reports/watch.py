@@ -19,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -158,6 +159,8 @@ class LiveReport:
                 raise UserError(f"{folder} is a file; give the folder of a run")
         self.folders, self.clock, self.timer = list(folders), clock, timer
         self._lock = threading.Lock()  # draws once, however many windows are open
+        # Matplotlib opens its fonts again in every thread, and each request has its own thread.
+        self._drawer = ThreadPoolExecutor(1, thread_name_prefix="report")
         self._version, self._page, self._paused_until = "", b"", 0.0
         # for each run, the time on `timer` at which its files were first seen as they are now
         self._statuses: dict[Path, tuple[FileStamps, RunStatus, float]] = {}
@@ -176,7 +179,8 @@ class LiveReport:
             version, started = self._current_version(), self.timer()
             is_paused = self._version and started < self._paused_until
             if version != self._version and not is_paused:
-                self._page = self._draw().encode("utf-8", errors="replace")
+                page = self._drawer.submit(self._draw).result()
+                self._page = page.encode("utf-8", errors="replace")
                 self._version = version
                 finished = self.timer()
                 self._paused_until = finished + PAUSE_RATIO * (finished - started)
