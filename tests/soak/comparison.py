@@ -11,6 +11,8 @@ from safetensors import safe_open
 
 # These name the machine, show times, or are drawn from files that are compared.
 NOT_COMPARED = ("environment.json", "log.txt", "*.png", "*.svg", "*.html", "*.md", "*.tex")
+# Runs of a sweep finish in any order.
+UNORDERED = ("report.jsonl",)
 TIMES = ("seconds", "tokens_per_second", "memory/")
 
 
@@ -61,7 +63,8 @@ def _tensor_difference(expected: Path, found: Path) -> str:
 
 
 def _rows(path: Path) -> list[Any]:
-    return [_without_times(json.loads(line)) for line in path.read_bytes().splitlines()]
+    rows = [_without_times(json.loads(line)) for line in path.read_bytes().splitlines()]
+    return sorted(rows, key=repr) if path.name in UNORDERED else rows
 
 
 def _row_difference(expected: list[Any], found: list[Any]) -> str:
