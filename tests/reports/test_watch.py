@@ -104,10 +104,9 @@ def test_a_run_is_followed_from_before_its_folder_exists_to_its_end(
     log.append(METRICS, metrics(2))
     versions.append(status(server)["version"])
     assert "seed 0, 2 steps" in get(server, "/report")[2]
-    log.append(
-        EVALUATIONS,
-        {"step": 2, "kind": "full", "set": "x", "greedy": 1.0, "num_problems": 1, "pass@k": {}},
-    )
+    scores = {"greedy": 1.0, "mean": 1.0, "distinct": 1.0, "length": 1.0, "pass@k": {"1": 1.0}}
+    counts = {"num_problems": 1, "num_samples": 1}
+    log.append(EVALUATIONS, {"step": 2, "kind": "full", "set": "x"} | counts | scores)
     versions.append(status(server)["version"])
     assert status(server)["line"] == "step 2 of 9, finished"
     assert len(set(versions)) == 4
