@@ -160,14 +160,13 @@ from eepo.runs.lock import RunLock
 
 held = RunLock(Path(sys.argv[1]))
 if sys.argv[2] == "fork":
-    child = os.fork()
-    if child == 0:
+    if os.fork() == 0:
         held.release()  # must not remove the lock of the parent
+        print(os.getpid(), flush=True)  # the child does: by now it has closed its file
         time.sleep(60)
         os._exit(0)
 else:
-    child = subprocess.Popen(["sleep", "60"]).pid
-print(child, flush=True)
+    print(subprocess.Popen(["sleep", "60"]).pid, flush=True)
 time.sleep(60)
 """
 
