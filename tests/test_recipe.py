@@ -821,3 +821,11 @@ def test_the_dump_has_every_knob() -> None:
     """A run's recipe must not change when defaults change."""
     for config in (RunConfig(), WarmupConfig()):
         assert tomllib.loads(recipe.dump(config)) == dataclasses.asdict(config)
+
+
+@pytest.mark.parametrize("task", ["countdown", "dataset"])
+def test_a_long_template_is_cut_in_the_error(task: str) -> None:
+    with pytest.raises(UserError) as caught:
+        recipe.parse(RunConfig, {"task": {"name": task, "template": "x" * 20_000}}, "test")
+    assert "task.template" in str(caught.value)
+    assert len(str(caught.value)) < 400

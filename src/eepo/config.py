@@ -469,14 +469,16 @@ def check_template(template: str) -> str | None:
     """Only {problem} is replaced, so other braces (LaTeX) are allowed."""
     if template in ("boxed", "chat") or "{problem}" in template:
         return None
-    return f'task.template must be "boxed", "chat" or a text with {{problem}}, got {template!r}'
+    return (
+        f'task.template must be "boxed", "chat" or a text with {{problem}}, got {_cut(template)!r}'
+    )
 
 
 def _check_countdown(task: CountdownConfig) -> str | None:
     if _template_fields(task.template) != {"numbers", "target"}:
         return (
             "task.template must contain {numbers} and {target} and no other field, "
-            f"got {task.template!r}"
+            f"got {_cut(task.template)!r}"
         )
     low, high = task.min_target, task.max_target
     far_low, far_high = task.out_of_range_min_target, task.out_of_range_max_target
@@ -503,6 +505,10 @@ def _check_shortcut(task: ShortcutConfig) -> str | None:
         "task.rare_probability + dead_end_probability + other_probability must be below 0.9, "
         f"so that the policy can guess, got {total:g}"
     )
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 200 else text[:197] + "..."
 
 
 def _template_fields(template: str) -> set[str]:

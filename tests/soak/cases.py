@@ -20,11 +20,14 @@ CASE_SECONDS = 60.0  # an input that takes longer hangs
 
 
 def check_cases(
-    check: Callable[[Any], None], cases: Sequence[Any], describe: Callable[[Any], str] = repr
+    check: Callable[[Any], float | None],
+    cases: Sequence[Any],
+    describe: Callable[[Any], str] = repr,
 ) -> Findings:
     """Call `check` with each case. It may return, or raise a `UserError` of one line.
 
-    A `Failure` counts in the column that it names, every other exception as a traceback.
+    It may return seconds; else the time of the call counts. A `Failure` counts in the column that
+    it names, every other exception as a traceback.
     """
     findings, first = Findings(tried=len(cases)), 0
     while first < len(cases):
@@ -67,7 +70,9 @@ def _read_results(pipe: int, pid: int) -> tuple[list[dict[str, Any]], bool]:
     return [json.loads(line) for line in lines], hung
 
 
-def _run_in_child(check: Callable[[Any], None], cases: Sequence[Any], pipe: int) -> NoReturn:
+def _run_in_child(
+    check: Callable[[Any], float | None], cases: Sequence[Any], pipe: int
+) -> NoReturn:
     """Check the cases and exit. What they print does not belong into the output of the soak."""
     try:
         silence = os.open(os.devnull, os.O_WRONLY)
@@ -75,25 +80,26 @@ def _run_in_child(check: Callable[[Any], None], cases: Sequence[Any], pipe: int)
         os.dup2(silence, 2)
         for case in cases:
             started = time.monotonic()
-            column, error = _error_of(check, case)
-            result = {"column": column, "error": error, "seconds": time.monotonic() - started}
+            seconds, column, error = _call(check, case)
+            if seconds is None:
+                seconds = time.monotonic() - started
+            result = {"column": column, "error": error, "seconds": seconds}
             os.write(pipe, json.dumps(result).encode() + b"\n")
     finally:
         os._exit(0)
 
 
-def _error_of(check: Callable[[Any], None], case: Any) -> tuple[str, str]:
-    """Return how the check failed, as column and description. The latter is empty if it did not."""
+def _call(check: Callable[[Any], float | None], case: Any) -> tuple[float | None, str, str]:
+    """Return the seconds that the check gives, and how it failed, as column and description."""
     try:
-        check(case)
+        return check(case), "tracebacks", ""
     except UserError as error:
         line = str(error)
         one_line = line.isprintable() and len(line) < 10_000
-        return "tracebacks", "" if one_line else f"not one line: {line[:300]!r}"
+        return None, "tracebacks", "" if one_line else f"not one line: {line[:300]!r}"
     except Failure as failure:
-        return failure.column, str(failure)
+        return None, failure.column, str(failure)
     except BaseException as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{place.filename}:{place.lineno}"
-        return "tracebacks", f"{type(error).__name__}: {str(error)[:200]} ({where})"
-    return "tracebacks", ""
+        return None, "tracebacks", f"{type(error).__name__}: {str(error)[:200]} ({where})"

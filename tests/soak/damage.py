@@ -27,7 +27,8 @@ STOP_AT = {
     "warmup": ("metrics.jsonl", 5),
     "eval": ("completions/problems.jsonl", 14),
 }
-_COUNTS = re.compile(r"checkpoints/step-\d+/(state|checksums)\.json: other values")
+# What follows from the rows of a record: a checkpoint counts them, alarms need those of metrics.
+_FROM_ROWS = re.compile(r"checkpoints/step-\d+/(state|checksums)\.json: other values|alarms\.jsonl")
 
 
 def truncate(data: bytes, rng: random.Random) -> bytes:
@@ -113,8 +114,8 @@ def _is_kept_copy(line: str) -> bool:
 def _may_differ(name: str, lines: list[str], outcome: Outcome, out: Path) -> bool:
     """Return whether `lines` are what a damaged record, or a file without a promise, may cost."""
     is_record = name.endswith(".jsonl")
-    if is_record:  # a checkpoint counts the rows of the records
-        lines = [line for line in lines if not _COUNTS.match(line)]
+    if is_record:
+        lines = [line for line in lines if not _FROM_ROWS.match(line)]
     if any(not line.startswith((f"{name}:", f"{name} ")) for line in lines):
         return False
     if any(fnmatch.fnmatch(Path(name).name, pattern) for pattern in NOT_COMPARED):

@@ -28,7 +28,7 @@ def try_hostile_answers(workspace: Workspace, rng: random.Random) -> Findings:
     """Grade wrong answers one by one with the math grader, which must reject each in time."""
     reward: list[PooledReward] = []  # its process starts in the fork, with the first answer
 
-    def check(pair: tuple[str, str]) -> None:
+    def check(pair: tuple[str, str]) -> float:
         if not reward:
             reward.append(PooledReward(POOLED["math"], RewardConfig(num_workers=1)))
             grade(reward[0], ("1", "2"))  # the start takes a second
@@ -39,6 +39,7 @@ def try_hostile_answers(workspace: Workspace, rng: random.Random) -> Findings:
             raise Failure("wrong accepts", verdict.reason)
         if seconds > ANSWER_SECONDS:
             raise Failure("hangs", f"{seconds:.2f} s")
+        return seconds
 
     pairs = list(hostile_answers(rng.getrandbits(32), ANSWERS_PER_TRY))
     return check_cases(check, pairs, lambda pair: f"gold {pair[0][:140]!r}, {pair[1][:140]!r}")
