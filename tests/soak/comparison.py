@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 # These name the machine, show times, or are drawn from files that are compared.
 NOT_COMPARED = ("environment.json", "log.txt", "*.png", "*.svg", "*.html", "*.md", "*.tex")
@@ -45,7 +45,7 @@ def _difference(expected: Path, found: Path) -> str:
         if expected.suffix == ".json":
             left, right = (_without_times(json.loads(p.read_bytes())) for p in (expected, found))
             return "" if left == right else "other values"
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, SafetensorError) as error:
         return f"cannot be read: {error}"
     return "other bytes"
 

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from eepo.types import UserError
 
 SOAK = Path(__file__).parent
+WEIGHTS = "final/model.safetensors"
 NAMES = ("cases", "commands", "comparison", "damage", "graders", "inputs", "long_run", "scenarios")
 
 pytest.importorskip("pyarrow", reason="the data files need the extra: pip install 'eepo[data]'")
@@ -125,6 +126,7 @@ def change_a_value(folder: Path) -> None:
     ("change", "line"),
     [
         (change_a_weight, "final/model.safetensors: weight differs"),
+        (lambda folder: (folder / WEIGHTS).write_bytes(b""), f"{WEIGHTS}: cannot be read"),
         (lose_a_row, "metrics.jsonl: 1 rows, not 2"),
         (change_a_value, "metrics.jsonl: row 1 differs"),
         (lambda folder: (folder / "metrics.jsonl").unlink(), "metrics.jsonl is missing"),
