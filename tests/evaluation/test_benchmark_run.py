@@ -260,6 +260,27 @@ def test_a_second_process_is_refused_and_writes_nothing(
     assert not (tmp_path / ".lock").exists()
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "line"),
+    [
+        ('"num_tokens"', '"num_tokenr"', "a row has no num_tokens; remove the file"),
+        ('"answer"', '"anrwer"', "a row has no answer; remove the file"),
+        ('"id"', '"ie"', "a row has no id; remove the file"),
+        ('"finished": true', '"finished": 7.11', "a row has finished = 7.11; remove the file"),
+    ],
+)
+def test_a_damaged_row_that_is_valid_json_is_one_line(
+    before: str, after: str, line: str, uninterrupted: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(uninterrupted, tmp_path / "copy"))
+    path = folder / "completions" / "amc23.jsonl"
+    text = path.read_text()
+    assert before in text
+    path.write_text(text.replace(before, after, 1))
+    with pytest.raises(UserError, match=line):
+        Store(folder).rows("amc23")
+
+
 def test_a_finished_evaluation_samples_nothing(
     tmp_path: Path, engine: Any, problem_set: PromptSet, uninterrupted: Path
 ) -> None:

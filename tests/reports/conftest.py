@@ -111,7 +111,7 @@ def write_evaluation(tmp_path: Path) -> WriteEvaluation:
         for key in sets:
             greedy = [evaluation_line(index, 2 * n > 8) for index, n in enumerate(correct)]
             samples = [
-                evaluation_line(index, sample < n)
+                evaluation_line(index, sample < n, sample)
                 for index, n in enumerate(correct)
                 for sample in range(num_samples)
             ]
@@ -122,9 +122,11 @@ def write_evaluation(tmp_path: Path) -> WriteEvaluation:
     return write
 
 
-def evaluation_line(index: int, is_correct: bool) -> dict[str, Any]:
+def evaluation_line(problem: int, is_correct: bool, sample: int | None = None) -> dict[str, Any]:
+    """Return a line of a completion; without `sample` it is the greedy one."""
+    kind = {"kind": "greedy" if sample is None else "sample", "index": sample or 0}
     answer = {"answer": "yes" if is_correct else "no", "reward": float(is_correct)}
-    return {"id": f"p{index}", "num_tokens": 10, "finished": True} | answer
+    return {"id": f"p{problem}", "num_tokens": 10, "finished": True} | kind | answer
 
 
 def to_lines(rows: Sequence[dict[str, Any]]) -> str:

@@ -223,12 +223,12 @@ def measurements(leak: float = 0.0, files: float = 0.0) -> list[Any]:
 
 
 def test_a_flat_series_has_no_growth_and_a_leak_is_found() -> None:
-    assert long_run.growth(measurements()) == []
-    [line] = long_run.growth(measurements(leak=0.01))
+    assert long_run.growth(measurements(), 12) == []
+    [line] = long_run.growth(measurements(leak=0.01), 12)
     assert "MB of memory" in line
-    [line] = long_run.growth(measurements(files=0.01))
+    [line] = long_run.growth(measurements(files=0.01), 12)
     assert "files" in line
-    assert long_run.growth(measurements()[:20]) == ["only 380 steps were measured"]
+    assert long_run.growth(measurements()[:20], 12) == ["only 380 steps were measured"]
 
 
 # --- table and exit code

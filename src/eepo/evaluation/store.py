@@ -21,8 +21,15 @@ SETTINGS, COMPLETIONS = "settings.json", "completions"
 RUN_RECIPE = "run_recipe.toml"  # of the evaluated run, if the model is one
 # Samples may be added to a greedy evaluation later. After that, these settings are fixed.
 SAMPLE_SETTINGS = ("num_samples", "temperature", "seed")
-# No estimate needs these columns. They are not kept in memory, as they may take gigabytes.
-SKIPPED_COLUMNS = ("prompt", "gold", "text", "reason")
+# The columns that estimates need. Texts are not kept in memory, as they may take gigabytes.
+COLUMNS = {
+    "id": str,
+    "kind": str,
+    "num_tokens": int,
+    "finished": bool,
+    "reward": int | float,
+    "answer": str | None,
+}
 
 
 class Store:
@@ -89,10 +96,7 @@ class Store:
         path = self.path(benchmark)
         try:
             lines = read_records(path) if path.is_file() else iter(())
-            return [
-                {key: value for key, value in row.items() if key not in SKIPPED_COLUMNS}
-                for row in lines
-            ]
+            return [_needed_columns(row, path) for row in lines]
         except UserError as error:
             raise UserError(f"{error}; remove the file to evaluate again") from error
 
@@ -107,3 +111,16 @@ class Store:
 
     def append(self, benchmark: str, rows: Sequence[dict[str, Any]]) -> None:
         RunLog(self.path(benchmark).parent).append(self.path(benchmark).name, *rows)
+
+
+def _needed_columns(row: Any, path: Path) -> dict[str, Any]:
+    """Return the columns that estimates need. Raise an error if one is missing or of a wrong type.
+
+    A damaged line can still be valid JSON.
+    """
+    for name, types in COLUMNS.items():
+        if not isinstance(row, dict) or name not in row:
+            raise UserError(f"{path}: a row has no {name}")
+        if not isinstance(row[name], types):
+            raise UserError(f"{path}: a row has {name} = {repr(row[name])[:60]}")
+    return {name: row[name] for name in COLUMNS}
