@@ -140,7 +140,7 @@ class Experiment:
 
     def overrides(self, run: Run) -> list[str]:
         """Return all changes to the recipe of a run."""
-        knobs = [*self.plan.knobs, *self.plan.regimes[run.regime].knobs, *self.knobs(run)]
+        knobs = [*self._general_knobs(run), *self.knobs(run)]
         if source := self.source(run):
             knobs.append(f"model.path={json.dumps(str(self.folder(source) / FINAL))}")
         if self.plan.start_evaluation == "first":
@@ -152,6 +152,11 @@ class Experiment:
         if (baseline := self.time_baseline(run)) and (self.folder(baseline) / METRICS).is_file():
             knobs += self._time_limit(run, trained_seconds(self.folder(baseline)))
         return knobs
+
+    def _general_knobs(self, run: Run) -> list[str]:
+        """Return the knobs of the plan, of the phase and of the regime."""
+        plan = self.plan
+        return [*plan.knobs, *plan.phases[run.phase].knobs, *plan.regimes[run.regime].knobs]
 
     def config(self, run: Run) -> RunConfig:
         return self._config(self.recipe(run), tuple(self.overrides(run)))
@@ -166,8 +171,8 @@ class Experiment:
 
     def _time_limit(self, run: Run, seconds: float) -> list[str]:
         """Limit a run by time instead of by its number of steps."""
-        general = [*self.plan.knobs, *self.plan.regimes[run.regime].knobs, *self.knobs(run)]
-        steps = self._config(self.recipe(run), tuple(general)).training.num_steps
+        knobs = (*self._general_knobs(run), *self.knobs(run))
+        steps = self._config(self.recipe(run), knobs).training.num_steps
         num_steps = MAX_STEP_FACTOR * steps if seconds else 0
         return [f"training.max_seconds={seconds!r}", f"{NUM_STEPS}={num_steps}"]
 

@@ -85,6 +85,7 @@ class Phase:
     seeds: tuple[int, ...] = ()
     methods: tuple[str, ...] | Mapping[str, tuple[str, ...]] = ()  # all, a list, or by regime
     regimes: tuple[str, ...] = ()  # empty: all
+    knobs: tuple[str, ...] = ()  # of its runs; the knobs of regimes and methods override them
     recorded: bool = False  # its lines are shown as they are, but it cannot be run
 
     def has(self, regime: str, method: str) -> bool:

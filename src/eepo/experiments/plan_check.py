@@ -108,9 +108,12 @@ def _check_recipes(plan: Plan, regime: str, method: Method) -> None:
     for value, knobs in _points(plan, regime, method):
         title = f"methods.{method.name}" + (f" with {value}" if value else "")
         title += f" in regimes.{regime}" if regime else ""
-        overrides = [*plan.knobs, *plan.regimes[regime].knobs, *knobs]
+        own = [*plan.regimes[regime].knobs, *knobs]
         try:
-            config = recipe.load_run(plan.recipe_of(regime, method.name), overrides)
+            config = recipe.load_run(plan.recipe_of(regime, method.name), [*plan.knobs, *own])
+            for phase in {phase.knobs for phase in plan.phases.values() if phase.knobs}:
+                overrides = [*plan.knobs, *phase, *own]
+                recipe.load_run(plan.recipe_of(regime, method.name), overrides)
         except UserError as error:
             reason = str(error).removeprefix("--set: ").removeprefix("--set ")
             raise UserError(f"{plan.source}: {title}: {reason}") from error

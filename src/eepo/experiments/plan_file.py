@@ -106,7 +106,7 @@ def _phases(
 def _phase(
     name: str, table: Table, methods: Mapping[str, Method], regimes: Mapping[str, Table]
 ) -> Phase:
-    table.allow("seeds", "methods", "regimes", "recorded")
+    table.allow("seeds", "methods", "regimes", "set", "recorded")
     recorded = table.flag("recorded", False)
     chosen: Any = {}
     if isinstance(table.values.get("methods"), Mapping):
@@ -120,6 +120,7 @@ def _phase(
         seeds=table.wholes("seeds") if recorded else _seeds(table),
         methods=chosen,
         regimes=table.names("regimes", regimes, "regime"),
+        knobs=table.texts("set"),
         recorded=recorded,
     )
 
