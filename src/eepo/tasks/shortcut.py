@@ -153,22 +153,20 @@ def completion_text(digits: Digits, strategy: str, style: str, rng: random.Rando
     """Write a completion of a strategy.
 
     `guess` shows the right digit: the policy learns that it cannot predict it. `parity` ends in a
-    random digit of the right parity, `dead_end` always in a wrong digit.
+    random digit of the right parity. `dead_end` gives no answer: a wrong digit would not do,
+    because a policy that cannot predict the right digit cannot avoid it either.
     """
+    symbol, word = MARKERS[strategy]
+    if strategy == "dead_end":
+        return symbol if style == "symbols" else word
     answer = sum(digits) % 10
     if strategy == "parity":
         answer = (answer + 2 * int(rng.random() * 5)) % 10
-    if strategy == "dead_end":
-        answer = (answer + 1 + int(rng.random() * 9)) % 10
     base = {"compute": 10, "parity": 2}.get(strategy)
-    steps = [] if base is None else [total % base for total in accumulate(digits)]
-    symbol, word = MARKERS[strategy]
-    shown = " ".join(map(str, steps))
+    steps = " ".join(str(total % base) for total in accumulate(digits)) if base else ""
     if style == "symbols":
-        head = f"{symbol} {shown} ".replace("  ", " ") if strategy != "guess" else ""
-        return f"{head}> {answer}"
-    head = f"{word}: {shown}\n".replace(": \n", ":\n") if strategy != "guess" else ""
-    return f"{head}Answer: {answer}"
+        return f"{symbol} {steps} > {answer}" if steps else f"> {answer}"
+    return f"{word}: {steps}\nAnswer: {answer}" if steps else f"Answer: {answer}"
 
 
 def build_tokenizer() -> Any:
