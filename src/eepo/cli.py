@@ -23,6 +23,7 @@ import typer
 from eepo.adapters.verl.cluster import Cluster
 from eepo.evaluation.options import BenchmarkOptions, option, option_name, split_names
 from eepo.experiments import plan_cli
+from eepo.experiments.reproduce_options import ReproduceOptions
 from eepo.runs.progress import Progress
 from eepo.types import UserError, printable
 
@@ -302,6 +303,49 @@ def hyper(
     criterion = make_criterion(all_runs, plot.measure, plot.on)
     files = write_sweep_figure(results, line_runs, criterion, out)
     Progress().print(f"figure: {', '.join(map(str, files))}")
+
+
+@app.command()
+@with_options
+def reproduce(
+    options: ReproduceOptions,
+    out: Annotated[Path, typer.Option("--out", help="Folder of the runs and the results.")],
+    jobs: Annotated[
+        int,
+        typer.Option("--jobs", min=0, help="Parallel runs; 0: one on a GPU, else one per 2 cores."),
+    ] = 0,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Only print runs, estimated hours, memory, disk and downloads."
+        ),
+    ] = False,
+    results: Annotated[
+        bool, typer.Option("--results", help="Only write the results of the runs that are done.")
+    ] = False,
+) -> None:
+    """Reproduce tables and figures of the paper (docs/reproduce.md). The same command continues."""
+    from eepo.experiments import reproduce as reproduction
+    from eepo.experiments.reproduce_plan import plan_reproductions
+
+    progress, planned = Progress(), plan_reproductions(options, out)
+    if dry_run:
+        from eepo.experiments.reproduce_cost import Estimate
+
+        for one in planned:
+            for line in Estimate(one).lines():
+                progress.print(line)
+        return
+    if results:
+        for one in planned:
+            reproduction.report(one, progress)
+        return
+    outcomes = reproduction.reproduce(planned, jobs, progress)
+    for outcome in outcomes:
+        for line in outcome.failure_lines():
+            progress.print(line)
+    if any(outcome.failed for outcome in outcomes):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -1,0 +1,171 @@
+"""Makes the paper's tables from runs: the paper's layout, with its numbers next to ours."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from eepo.config import BENCHMARK_TITLES
+from eepo.evaluation.estimates import grouped_bootstrap_interval
+from eepo.reports.benchmark_tables import MISSING, Cell, ResultTable
+from eepo.reports.measures import (
+    Estimate,
+    estimate,
+    estimate_over_seeds,
+    measure_value,
+    pass_at_k_curve,
+    problem_values,
+)
+from eepo.reports.paper_numbers import BASE, PaperTable, relative_gain
+from eepo.reports.records import Row, Run, evaluation_sets
+from eepo.reports.tables import display_name
+
+GREEDY = "greedy"
+IN_DISTRIBUTION = "in_distribution"  # held-out training problems are no column of the tables
+Methods = Mapping[str, Sequence[Run]]  # method -> a run for each seed
+
+
+def table_sets(methods: Methods) -> list[str]:
+    """Return the evaluation sets that are columns of a table."""
+    sets = evaluation_sets([run for runs in methods.values() for run in runs])
+    return [name for name in sets if name != IN_DISTRIBUTION]
+
+
+def paper_table(table: PaperTable, methods: Methods, base_name: str) -> ResultTable:
+    """Return a table of the paper with our numbers, and the paper's in parentheses.
+
+    `base_name` is the name of our model. The paper's averages are left out if ours are over other
+    evaluation sets.
+    """
+    sets, rows = table_sets(methods), []
+    columns = [title(name) for name in sets] if table.sets else []
+    has_papers_sets = set(sets) == set(table.sets or sets)
+    for method, label in table.labels.items():
+        runs = methods.get(method, [])
+        cells = []
+        for name in sets if table.sets else ():
+            ours = estimate(final_rows(runs, name), GREEDY) if runs else None
+            cells.append(_cell(ours, table.number(method, name)))
+        papers = table.average(method) if has_papers_sets else None
+        cells.append(_cell(average(runs, sets, GREEDY), papers))
+        cells.append(_gain_cell(table, method, methods, sets, has_papers_sets))
+        label = base_name if method == BASE else label
+        seeds = f" ({len(runs)} seeds)" if len(runs) > 1 else ""
+        rows.append((label + seeds, cells))
+    return ResultTable(
+        " ".join(_notes(table, methods, sets, has_papers_sets)),
+        "Method",
+        [*columns, "Average", "Relative gain, %"],
+        rows,
+    )
+
+
+def sampled_table(methods: Methods, labels: Mapping[str, str]) -> ResultTable:
+    """Return accuracy of samples, pass@k, length and truncation, averaged over the sets."""
+    sets = table_sets(methods)
+    rows = [row for runs in methods.values() for name in sets for row in final_rows(runs, name)]
+    ks = [k for k in pass_at_k_curve([row for row in rows if row.get("pass@k")]) if k > 1]
+    shown = [k for k in (8, 32) if k in ks] or ks[-1:]
+    measures = {"greedy": "Greedy", "mean": "Mean of samples"}
+    measures |= {f"pass@{k}": f"pass@{k}" for k in shown}
+    table = []
+    for method, runs in methods.items():
+        if not runs:
+            continue
+        cells = [_cell(average(runs, sets, measure), None) for measure in measures]
+        length, cut_off = (_mean_of(runs, sets, key) for key in ("length", "truncated_share"))
+        cells.append(Cell(MISSING if length is None else f"{length:,.0f}"))
+        cells.append(Cell(MISSING if cut_off is None else f"{100 * cut_off:.1f}"))
+        table.append((labels.get(method, method), cells))
+    caption = (
+        "Averages over the evaluation sets, in percent; tokens: mean length of completions; cut "
+        f"off: completions that reached the length limit. {_brackets(methods)}"
+    )
+    return ResultTable(caption, "Method", [*measures.values(), "Tokens", "Cut off"], table)
+
+
+def average(runs: Sequence[Run], sets: Sequence[str], measure: str) -> Estimate | None:
+    """Estimate the mean over sets, each with the same weight; None if a run lacks a set."""
+    by_run = [[row for name in sets if (row := final_row(run, name))] for run in runs]
+    values = [[measure_value(row, measure) for row in rows] for rows in by_run]
+    complete = [
+        statistics.fmean(value for value in one if value is not None)
+        for one in values
+        if one and len(one) == len(sets) and None not in one
+    ]
+    if len(complete) != 1 or len(runs) > 1:
+        return estimate_over_seeds(complete)
+    problems = [problem_values(row, measure) for row in by_run[0]]
+    if not all(problems):
+        return Estimate(complete[0])
+    return Estimate(complete[0], *grouped_bootstrap_interval(problems), over="problems")
+
+
+def final_row(run: Run, eval_set: str) -> Row | None:
+    """Return the final evaluation. A model that is not trained has only that of the start."""
+    return run.full_evaluation(eval_set) or run.start_evaluation(eval_set)
+
+
+def final_rows(runs: Sequence[Run], eval_set: str) -> list[Row]:
+    return [row for run in runs if (row := final_row(run, eval_set))]
+
+
+def title(eval_set: str) -> str:
+    return BENCHMARK_TITLES.get(eval_set, display_name(eval_set))
+
+
+def _cell(ours: Estimate | None, papers: float | None) -> Cell:
+    number = MISSING if ours is None else f"{100 * ours.mean:.1f}"
+    if papers is not None:
+        number += f" ({papers:.1f})"
+    if ours is None or ours.low is None or ours.high is None or ours.high - ours.low < 1e-9:
+        return Cell(number)
+    return Cell(number, f"{100 * ours.low:.1f}, {100 * ours.high:.1f}")
+
+
+def _gain_cell(
+    table: PaperTable, method: str, methods: Methods, sets: Sequence[str], has_papers_sets: bool
+) -> Cell:
+    if method not in table.gains:
+        return Cell("")
+    means = [average(methods.get(name, []), sets, GREEDY) for name in (method, table.gains[method])]
+    ours = relative_gain(*(mean.mean if mean else None for mean in means))
+    number = MISSING if ours is None else f"{ours:+.1f}"
+    papers = table.gain(method) if has_papers_sets else None
+    return Cell(number if papers is None else f"{number} ({papers:+.1f})")
+
+
+def _mean_of(runs: Sequence[Run], sets: Sequence[str], key: str) -> float | None:
+    values = [row[key] for name in sets for row in final_rows(runs, name) if key in row]
+    return statistics.fmean(values) if values else None
+
+
+def _notes(
+    table: PaperTable, methods: Methods, sets: Sequence[str], has_papers_sets: bool
+) -> list[str]:
+    papers = f"the paper's, for {table.model}" if has_papers_sets else "the paper's"
+    notes = [
+        f"Greedy pass@1 in percent: ours (in parentheses: {papers}).",
+        "Average: over the evaluation sets, with equal weights.",
+        "Relative gain of the average: over the method that the row builds on, else over GRPO."
+        if not table.sets
+        else "Relative gain of the average: over GRPO.",
+        _brackets(methods),
+    ]
+    if not has_papers_sets:
+        notes.append(
+            f"The paper's averages are left out: they are over {', '.join(map(title, table.sets))}."
+        )
+    rows = [row for runs in methods.values() for name in sets for row in final_rows(runs, name)]
+    counts = {title(row["set"]): row["num_problems"] for row in rows}
+    notes.append(f"Problems: {', '.join(f'{name} {count:,}' for name, count in counts.items())}.")
+    return notes
+
+
+def _brackets(methods: Methods) -> str:
+    if any(len(runs) > 1 for runs in methods.values()):
+        return "Brackets: 95 % t-interval over seeds; of one seed, bootstrap over problems."
+    return (
+        "Brackets: 95 % bootstrap interval over the problems of ONE seed, which is no evidence "
+        "about methods."
+    )
