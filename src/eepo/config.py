@@ -226,6 +226,19 @@ class AlgorithmConfig:
     )
     probe_completions: int = knob(64, "Stage-1 completions that measure KL(θ‖θ′).", least=1)
 
+    dynamic_sampling: int = knob(
+        0, "Rounds that replace groups with equal rewards by those of new prompts. 0: off.", least=0
+    )
+
+    advantage: Literal["grpo", "dr_grpo", "maxrl", "passk"] = knob(
+        "grpo",
+        "grpo: (r - mean) / std. dr_grpo: r - mean. maxrl: (r - mean) / mean. passk: the share of "
+        "groups of pass_k completions that a completion solves (docs/methods.md).",
+    )
+    pass_k: int = knob(4, "k of advantage = passk.", least=1)
+    outcome_bonus: float = knob(
+        0.0, "Weight of a bonus for answers that are rare in the prompt's history.", least=0
+    )
     advantage_baseline: Literal["group", "stage"] = knob(
         "group", "Normalise rewards over the whole group, or within each stage of it."
     )
@@ -240,15 +253,46 @@ class AlgorithmConfig:
     failure_weight: float = knob(
         1.0, "Factor of negative advantages. 1: GRPO. 0: only positive ones.", least=0, most=1
     )
+    success_weight: float = knob(
+        1.0,
+        "Factor of positive advantages. 1: GRPO. 0.1: negative-sample reinforcement.",
+        least=0,
+        most=1,
+    )
+
+    loss: Literal["grpo", "gspo", "cispo", "clip_cov", "kl_cov"] = knob(
+        "grpo",
+        "grpo: clipped token ratios. gspo: clipped ratios of completions. cispo: capped weights, "
+        "no token is dropped. clip_cov, kl_cov: limit tokens that lower entropy most.",
+    )
+    cov_share: float = knob(
+        2e-4, "Share of tokens that clip_cov or kl_cov selects; at least one.", above=0, most=1
+    )
+    cov_low: float = knob(1.0, "Smallest covariance that clip_cov selects.")
+    cov_high: float = knob(5.0, "Largest covariance that clip_cov selects.")
+    cov_kl_coef: float = knob(1.0, "Weight of kl_cov's penalty on the selected tokens.", least=0)
+    engine_ratio_cap: float | Literal["off"] = knob(
+        "off",
+        "Truncated importance sampling: weigh tokens by policy / engine, at most this.",
+        above=0,
+    )
     clip_low: float = knob(0.2, "Lower clipping of the ratio.", above=0, most=1)
     clip_high: float = knob(0.2, "Upper clipping of the ratio.", above=0)
-    loss_normalisation: Literal["mini_batch", "group"] = knob(
+    loss_normalisation: Literal["mini_batch", "group", "completion", "constant"] = knob(
         "mini_batch",
         "Mean over tokens. mini_batch: all tokens of a mini-batch weigh the same. group: all groups"
-        " weigh the same, and all tokens within a group (the paper's equation).",
+        " weigh the same, and all tokens within a group (the paper's equation). completion: all "
+        "completions weigh the same. constant: sums over tokens, divided by max_new_tokens.",
     )
     kl_coef: float = knob(1e-4, "Weight of the KL to the initial policy.", least=0)
     entropy_coef: float = knob(1e-5, "Weight of the entropy bonus.", least=0)
+    entropy_target: float | Literal["off"] = knob(
+        "off", "Change the weight step by step so that stage-1 entropy stays above this.", above=0
+    )
+    entropy_coef_step: float = knob(
+        1e-4, "Change of the weight per step with entropy_target.", above=0
+    )
+    entropy_coef_max: float = knob(5e-3, "Largest weight with entropy_target.", above=0)
 
 
 @dataclass(frozen=True)
@@ -426,7 +470,60 @@ def check_run(config: RunConfig) -> str | None:
         return (
             f"training.prompts_per_mini_batch must divide prompts_per_step = {prompts}, got {mini}"
         )
-    return check_engine(config) or check_reward(config.reward) or check_task(config.task)
+    broken = check_methods(config.algorithm) or _check_mini_batches(config)
+    return broken or check_engine(config) or check_reward(config.reward) or check_task(config.task)
+
+
+def check_methods(options: AlgorithmConfig) -> str | None:
+    """Return the first combination of methods that makes no sense as an error line, or None."""
+    stage_size = options.group_size // options.num_stages
+    size = stage_size if options.advantage_baseline == "stage" else options.group_size
+    if options.advantage == "passk" and options.pass_k > size:
+        return (
+            f"algorithm.pass_k must be at most {size}, the completions that an advantage is "
+            f"computed from, got {options.pass_k}"
+        )
+    if options.success_weight == options.failure_weight == 0:
+        return "algorithm.success_weight and failure_weight are both 0: nothing would be learned"
+    if options.loss == "gspo" and options.loss_normalisation != "completion":
+        return (
+            'algorithm.loss = "gspo" needs loss_normalisation = "completion": its ratio belongs to '
+            f'a whole completion, got "{options.loss_normalisation}"'
+        )
+    if options.loss == "clip_cov" and options.cov_low >= options.cov_high:
+        return (
+            f"algorithm.cov_low must be below cov_high = {options.cov_high:g}, "
+            f"got {options.cov_low:g}"
+        )
+    if options.dynamic_sampling and options.gate == "step" and options.num_stages > 1:
+        return (
+            'algorithm.dynamic_sampling cannot be combined with gate = "step": the entropy of '
+            "every round would count as a step"
+        )
+    if options.dynamic_sampling and options.outcome_bonus:
+        return (
+            "algorithm.dynamic_sampling replaces groups with equal rewards, from which "
+            f"outcome_bonus = {options.outcome_bonus:g} would learn; use one of the two"
+        )
+    if options.entropy_target != "off" and options.entropy_coef > options.entropy_coef_max:
+        return (
+            f"algorithm.entropy_coef must be at most entropy_coef_max = "
+            f"{options.entropy_coef_max:g} with entropy_target, got {options.entropy_coef:g}"
+        )
+    return None
+
+
+def _check_mini_batches(config: RunConfig) -> str | None:
+    """Reject kl_cov with one mini-batch: there the ratio is 1, and its penalty 0."""
+    prompts, mini = config.training.prompts_per_step, config.training.prompts_per_mini_batch
+    options = config.algorithm
+    on_policy = options.num_stages == 1 or options.credit == "full"
+    if options.loss == "kl_cov" and prompts == mini and on_policy:
+        return (
+            'algorithm.loss = "kl_cov" needs prompts_per_mini_batch below prompts_per_step = '
+            f"{prompts}: the penalty is 0 in the first mini-batch, got {mini}"
+        )
+    return None
 
 
 def check_warmup(config: WarmupConfig) -> str | None:

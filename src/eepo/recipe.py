@@ -24,6 +24,7 @@ from eepo.config import RunConfig, WarmupConfig, check_run, check_warmup
 from eepo.types import UserError
 
 HUGE = 2**63
+METHODS = "methods"  # the folder of recipes that combine with any other
 MAX_EXTENDS = 100  # files in a chain of `extends`
 MAX_DEPTH = 20  # levels of lists and tables; a recipe needs three
 MAX_BITS = 13_300  # 4,000 digits; Python refuses to print integers of more than 4,300 digits
@@ -120,17 +121,45 @@ def recipe_folders() -> list[Path]:
 def _tables(recipe: str | Path) -> dict[str, Any]:
     """Read a recipe. In `a/model+method`, the method's file overrides the model's.
 
-    The method is looked for in the model's folder first.
+    Recipes in `methods/` add their name to that of the recipe before them.
     """
     first, *others = [str(recipe)] if os.path.isfile(recipe) else str(recipe).split("+")
     path = find(first)
     tables = read_toml(path)
+    methods: dict[str, dict[str, Any]] = {}
     for other in others:
-        sibling = path.parent / f"{other}.toml"
-        stems = sorted(file.stem for file in path.parent.glob("*.toml"))
-        file = sibling if os.path.isfile(sibling) else find(other, stems)
-        tables = _merged(tables, read_toml(file))
+        file = _part(other, path.parent)
+        part = read_toml(file)
+        if file.parent.name == METHODS:
+            _check_conflicts(str(recipe), file.stem, part, methods)
+            methods[file.stem] = part
+            part = part | {"name": f"{tables.get('name', RunConfig.name)}+{file.stem}"}
+        tables = _merged(tables, part)
     return tables
+
+
+def _part(name: str, folder: Path) -> Path:
+    """Find a part after `+`: next to the first part, in `methods/`, or by its full name."""
+    folders = [folder, *(shipped / METHODS for shipped in recipe_folders())]
+    for parent in folders:
+        if os.path.isfile(parent / f"{name}.toml"):
+            return parent / f"{name}.toml"
+    return find(name, sorted({file.stem for parent in folders for file in parent.glob("*.toml")}))
+
+
+def _check_conflicts(
+    source: str, name: str, part: dict[str, Any], methods: dict[str, dict[str, Any]]
+) -> None:
+    """Raise an error if two methods give different values to a knob: one would be lost."""
+    values = part.get("algorithm", {})
+    for other, before in methods.items():
+        others = before.get("algorithm", {})
+        for knob in (name for name in values if name in others):
+            if values[knob] != others[knob]:
+                raise UserError(
+                    f"{source}: {other} and {name} cannot be combined: algorithm.{knob} is "
+                    f"{_short(others[knob])} in one and {_short(values[knob])} in the other"
+                )
 
 
 def _check_kind(kind: type[Config], tables: dict[str, Any], source: str) -> None:

@@ -164,7 +164,8 @@ class Trainer:
     def _one_step(self, bar: Bar) -> dict[str, Any]:
         """Train one step, write its records, and return its row of metrics."""
         settings, options = self.config.training, self.config.algorithm
-        prompts = self.task.training_prompts(self.num_prompts_seen, settings.prompts_per_step)
+        count = settings.prompts_per_step * (1 + options.dynamic_sampling)  # as many may be needed
+        prompts = self.task.training_prompts(self.num_prompts_seen, count)
         metrics = StepMetrics(self.policy.device)
         sampling = Sampling(
             options.temperature, options.max_new_tokens, settings.seed, f"train/{self.step + 1}"
@@ -172,7 +173,7 @@ class Trainer:
         rollout = self._algorithm_step(prompts, sampling, metrics)
         memory.release_shared_memory(self.policy.device)
         self.step += 1
-        self.num_prompts_seen += len(prompts)
+        self.num_prompts_seen += len(rollout.prompts) + len(rollout.dropped)
         row = {"step": self.step} | metrics.result()
         self.seconds += row["seconds/total"]
         self.log.append(METRICS, row)
@@ -227,8 +228,8 @@ class Trainer:
         )
         sets = {name: p[:num_problems] for name, p in self.task.evaluation_sets().items()}
         engine = self.evaluator.engine
-        engine.load_weights(self.policy.named_weights())
         with out_of_memory.caught() as failures, self._evaluation_bar(kind, sets) as bar:
+            engine.load_weights(self.policy.named_weights())
             advance = bar.advance if bar else _ignore_progress
             results = self.evaluator.evaluate(sets, num_samples, sampling, advance)
         if failures:

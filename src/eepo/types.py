@@ -145,6 +145,9 @@ class Rollout:
     unlearned: bool = False  # the engine holds θ′ ≠ θ
     # verdicts of stages whose grading still runs
     pending: list[Future[list[Verdict]]] = field(default_factory=list)
+    # groups that dynamic sampling has replaced or could not use, and the groups before that
+    dropped: list[list[Completion]] = field(default_factory=list)
+    first_round: Rollout | None = None
 
     def add_stage(
         self, stage: int, groups: list[list[Completion]], verdicts: Future[list[Verdict]]
@@ -178,6 +181,18 @@ class Rollout:
         self.unlearned = True
         group_size = len(self.stages)
         self.logprobs_after |= {divmod(i, group_size): value for i, value in logprobs.items()}
+
+    def replace_group(self, row: int, other: Rollout, other_row: int) -> None:
+        """Replace the group in `row` by a group of `other`, which has the same stages."""
+        self.dropped.append(self.groups[row])
+        for name in ("prompts", "groups", "rewards", "verdicts"):
+            getattr(self, name)[row] = getattr(other, name)[other_row]
+        self.from_policy = [
+            a and b for a, b in zip(self.from_policy, other.from_policy, strict=True)
+        ]
+        kept = {at: value for at, value in self.logprobs_after.items() if at[0] != row}
+        fresh = {at: value for at, value in other.logprobs_after.items() if at[0] == other_row}
+        self.logprobs_after = kept | {(row, column): value for (_, column), value in fresh.items()}
 
     def completions(self) -> list[Completion]:
         """Return all completions, group by group."""

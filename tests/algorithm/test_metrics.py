@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from eepo.algorithm.losses import PolicyTerms, grpo_token_loss
 from eepo.algorithm.metrics import StepMetrics, rollout_metrics, second_half_metrics
 from eepo.algorithm.probe import Effect
 from eepo.config import AlgorithmConfig
 from eepo.model.batching import micro_batches
-from eepo.model.policy import Scores
 from eepo.types import Completion, Prompt, Rollout, Verdict
 
 REWARDS = [[0, 0, 0, 1], [0, 0, 0, 0], [0, 1, 0, 0], [1, 1, 1, 1], [-1, 0, 0.5, 0]]
@@ -75,13 +76,14 @@ def test_mismatch_kl_covers_stage_1_before_the_first_update(ragged_pairs: Any) -
     [batch] = micro_batches(pairs, 10_000, torch.device("cpu"), packed=False)
     gaps = torch.tensor([0.1 if stages[row] == 1 else 5.0 for row in batch.rows])[:, None]
     logprobs = torch.where(batch.mask, gaps.expand(batch.mask.shape), 9.0)
-    zeros, advantages = torch.zeros(batch.mask.shape), torch.ones(4)
-    options, metrics = AlgorithmConfig(), StepMetrics()
-    scores = Scores(logprobs, zeros)
-    metrics.update.record_batch(batch, scores, zeros, advantages, stages, options)
+    zeros, nowhere = torch.zeros(batch.mask.shape), torch.zeros_like(batch.mask)
+    metrics = StepMetrics()
+    # Denominators other than the engine's log-probabilities do not change the mismatch.
+    terms = PolicyTerms(logprobs, zeros + 0.7, torch.ones(4), batch.mask, nowhere)
+    metrics.update.record_batch(batch, terms, nowhere, zeros, zeros, stages)
     metrics.update.record_grad_norm(1.0)
-    after_update = Scores(logprobs + 1, zeros)
-    metrics.update.record_batch(batch, after_update, zeros, advantages, stages, options)
+    after_update = replace(terms, logprobs=logprobs + 1)
+    metrics.update.record_batch(batch, after_update, nowhere, zeros, zeros, stages)
     assert metrics.result()["mismatch_kl"] == pytest.approx(math.exp(0.1) - 1 - 0.1, rel=1e-4)
 
 
@@ -89,10 +91,11 @@ def test_clip_share_counts_ratios_that_the_advantage_pushes_outside(ragged_pairs
     """Rows 0 and 1 have ratio e, rows 2 and 3 have 1 / e. Rows 0 and 2 have positive advantages."""
     [batch] = micro_batches(ragged_pairs(4), 10_000, torch.device("cpu"), packed=False)
     gaps = batch.pick([1.0, 1.0, -1.0, -1.0])[:, None].expand(batch.mask.shape)
-    scores = Scores(torch.where(batch.mask, gaps, 0.0), torch.zeros(batch.mask.shape))
+    logprobs, sampled = torch.where(batch.mask, gaps, 0.0), torch.zeros(batch.mask.shape)
     advantages, metrics = batch.pick([1.0, -1.0, 1.0, -1.0]), StepMetrics()
-    sampled = torch.zeros(batch.mask.shape)
-    metrics.update.record_batch(batch, scores, sampled, advantages, [1, 1, 1, 2], AlgorithmConfig())
+    terms = PolicyTerms(logprobs, sampled, advantages, batch.mask, torch.zeros_like(batch.mask))
+    clipped = grpo_token_loss(terms, AlgorithmConfig()).clipped
+    metrics.update.record_batch(batch, terms, clipped, sampled, sampled, [1, 1, 1, 2])
     row = metrics.result()
     num_tokens = dict(zip(batch.rows, batch.mask.sum(1).tolist(), strict=True))
     stage1_tokens = num_tokens[0] + num_tokens[1] + num_tokens[2]

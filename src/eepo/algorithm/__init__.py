@@ -1,8 +1,9 @@
 """EEPO and GRPO: the algorithm (`EEPO`) and the pure functions that it is made of."""
 
-from eepo.algorithm.advantages import advantage_weights, group_advantages, rollout_advantages
+from eepo.algorithm.advantages import advantage_weights, rollout_advantages
 from eepo.algorithm.eepo import EEPO
 from eepo.algorithm.gates import StepGate, completions_to_unlearn, token_gate, unlearn_gate
+from eepo.algorithm.grpo import group_advantages
 from eepo.algorithm.losses import (
     complementary_loss,
     completion_mean,

@@ -16,14 +16,16 @@ from torch import Tensor
 
 from eepo.algorithm.advantages import rollout_advantages
 from eepo.algorithm.background_grader import BackgroundGrader
-from eepo.algorithm.credit import OldLogprobs, old_logprobs
+from eepo.algorithm.credit import old_logprobs
+from eepo.algorithm.dynamic_sampling import collect_groups
+from eepo.algorithm.entropy_target import EntropyTarget
 from eepo.algorithm.gates import StepGate
-from eepo.algorithm.losses import grpo_loss, token_weights
 from eepo.algorithm.lr_search import SearchResult, lr_above_floor
 from eepo.algorithm.metrics import StepMetrics
+from eepo.algorithm.outcome_bonus import AnswerHistory
 from eepo.algorithm.probe import Effect, Probe, unlearn_gradient
 from eepo.algorithm.unlearning import UnlearnBatch, changed_share, load_unlearned
-from eepo.algorithm.updates import optimizer_step
+from eepo.algorithm.updates import MiniBatch, accumulate_gradient, optimizer_step
 from eepo.config import AlgorithmConfig
 from eepo.model.policy import Policy
 from eepo.protocols import Reward, RolloutEngine
@@ -46,19 +48,39 @@ class EEPO:
 
     def __post_init__(self) -> None:
         self.gate = StepGate(self.options)
+        self.entropy_target, self.answers = EntropyTarget(self.options), AnswerHistory(self.options)
 
     def state(self) -> dict[str, Any]:
         """Return what a resumed run needs besides θ and the optimizer's state."""
         state = {"gate_history": self.gate.history, "lr_search": asdict(self.lr_search)}
-        return state | {"unlearn_scale": self.unlearn_scale}
+        methods = self.entropy_target.state() | self.answers.state()
+        return state | {"unlearn_scale": self.unlearn_scale} | methods
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.gate.history = list(state["gate_history"])
         self.lr_search = SearchResult(**state.get("lr_search", {}))
         self.unlearn_scale = state.get("unlearn_scale", 1.0)
+        self.entropy_target.load_state(state)
+        self.answers.load_state(state)
 
     def step(self, prompts: list[Prompt], sampling: Sampling, metrics: StepMetrics) -> Rollout:
         """Run one policy iteration."""
+        num_rounds = self.options.dynamic_sampling
+        rollout = collect_groups(self.collect, prompts, sampling, metrics, num_rounds)
+        with metrics.phase("reward"):
+            rollout.wait_for_rewards()
+        options, bonus = self.entropy_target.options(rollout), self.answers.bonus(rollout)
+        rollout.advantages = rollout_advantages(rollout.rewards, rollout.stages, options, bonus)
+        metrics.record_rollout(rollout, options)
+        mini_batches = rollout.mini_batches(self.mini_batch)
+        with metrics.phase("update"):
+            denominators = old_logprobs(self.policy, rollout, mini_batches, options)
+        for rows, old in zip(mini_batches, denominators, strict=True):
+            self.update(MiniBatch.of(rollout, rows, old, options), metrics)
+        return rollout  # θ′ needs no reset: the next sync overwrites it
+
+    def collect(self, prompts: list[Prompt], sampling: Sampling, metrics: StepMetrics) -> Rollout:
+        """Sample the groups of `prompts` in all stages."""
         rollout = Rollout(prompts)
         with metrics.phase("sync"):
             self.engine.load_weights(self.policy.named_weights())  # θ′ ← θ
@@ -67,16 +89,7 @@ class EEPO:
             with metrics.phase("unlearn"):
                 self.unlearn(rollout, metrics)  # θ′ ← θ − η ∇L
             self.sample(rollout, stage, sampling, metrics)
-        with metrics.phase("reward"):
-            rollout.wait_for_rewards()
-        rollout.advantages = rollout_advantages(rollout.rewards, rollout.stages, self.options)
-        metrics.record_rollout(rollout)
-        mini_batches = rollout.mini_batches(self.mini_batch)
-        with metrics.phase("update"):
-            denominators = old_logprobs(self.policy, rollout, mini_batches, self.options)
-        for rows, old in zip(mini_batches, denominators, strict=True):
-            self.update(rollout, rows, old, metrics)
-        return rollout  # θ′ needs no reset: the next sync overwrites it
+        return rollout
 
     def sample(
         self, rollout: Rollout, stage: int, sampling: Sampling, metrics: StepMetrics
@@ -127,24 +140,9 @@ class EEPO:
         effect = effects.get(found.lr)
         return found.lr, effect and replace(effect, kl=found.kl, kl_floor=found.floor)
 
-    def update(self, rollout: Rollout, rows: range, old: OldLogprobs, metrics: StepMetrics) -> None:
-        """Take one optimizer step on the groups of `rows`."""
-        options, pairs, stages = self.options, rollout.pairs(rows), rollout.stages * len(rows)
-        all_advantages = [advantage for row in rows for advantage in rollout.advantages[row]]
-        lengths = [len(completion.token_ids) for _, completion in pairs]
-        weights = token_weights(lengths, len(rows), options)
-        for batch in self.policy.micro_batches(pairs):
-            reference = None
-            if self.reference is not None:
-                with metrics.phase("reference"), torch.no_grad():
-                    reference = self.reference.score(batch, options.temperature).logprobs
-            with metrics.phase("update"):
-                scores = self.policy.score(batch, options.temperature)
-                denominators, advantages = old.of(batch, scores), batch.pick(all_advantages)
-                terms = scores, denominators, reference, advantages, batch.mask
-                loss = grpo_loss(*terms, options, batch.pick(weights))
-                (loss * batch.mask.sum() / sum(lengths)).backward()
-            metrics.update.record_batch(batch, scores, denominators, advantages, stages, options)
+    def update(self, mini_batch: MiniBatch, metrics: StepMetrics) -> None:
+        """Take one optimizer step on a mini-batch."""
+        accumulate_gradient(self.policy, self.reference, mini_batch, metrics)
         with metrics.phase("update"):
             norm = optimizer_step(self.policy, self.optimizer, self.max_grad_norm)
         metrics.update.record_grad_norm(norm)

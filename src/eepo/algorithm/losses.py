@@ -3,12 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from eepo.config import AlgorithmConfig
 from eepo.model.policy import Scores
+
+
+@dataclass(frozen=True)
+class PolicyTerms:
+    """What the policy loss of one micro-batch is computed from."""
+
+    logprobs: Tensor  # [B, T] under θ, with gradient
+    old_logprobs: Tensor  # [B, T] the denominator of the ratio
+    advantages: Tensor  # [B]
+    mask: Tensor  # bool [B, T]
+    selected: Tensor  # bool [B, T]: tokens that a method has selected in the mini-batch
+
+    @cached_property
+    def log_ratio(self) -> Tensor:  # [B, T], 0 on padding
+        return torch.where(self.mask, self.logprobs - self.old_logprobs, 0.0)
+
+
+class TokenLoss(NamedTuple):
+    """The policy loss of every token."""
+
+    values: Tensor  # [B, T], any value on padding
+    clipped: Tensor  # bool [B, T]: clipping or selection changed the gradient of the token
+
+
+def grpo_token_loss(terms: PolicyTerms, options: AlgorithmConfig) -> TokenLoss:
+    """Return GRPO's clipped surrogate, negated."""
+    return clipped_surrogate(terms.log_ratio.exp(), terms.advantages, options)
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, options: AlgorithmConfig) -> TokenLoss:
+    """Return −min(ratio · A, clip(ratio) · A) for ratios [B, T] and advantages [B]."""
+    column = advantages[:, None]
+    clipped = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
+    surrogate = torch.minimum(ratio * column, clipped * column)
+    above = (ratio > 1 + options.clip_high) & (column > 0)
+    below = (ratio < 1 - options.clip_low) & (column < 0)
+    return TokenLoss(-surrogate, above | below)
 
 
 def grpo_loss(
@@ -23,6 +63,18 @@ def grpo_loss(
     """Add the clipped surrogate, the entropy bonus and the KL penalty, as means over tokens."""
     clip = options.clip_low, options.clip_high
     loss = policy_loss(scores.logprobs, rollout_logprobs, advantages, mask, *clip, weights)
+    return regularised(loss, scores, reference_logprobs, mask, options, weights)
+
+
+def regularised(
+    loss: Tensor,  # of the policy
+    scores: Scores,  # of θ
+    reference_logprobs: Tensor | None,  # [B, T]
+    mask: Tensor,  # [B, T]
+    options: AlgorithmConfig,
+    weights: Tensor | None = None,  # [B] of `token_weights`
+) -> Tensor:
+    """Add the entropy bonus and the KL penalty to a policy loss."""
     loss = loss - options.entropy_coef * token_mean(scores.entropies, mask, weights)
     if reference_logprobs is not None:
         penalty = kl_penalty(scores.logprobs, reference_logprobs, mask, weights)
@@ -39,9 +91,16 @@ def token_weights(
 
     `loss_normalisation = "mini_batch"` weighs all tokens the same. With `"group"`, the weighted
     mean is the mean over groups of the mean over the tokens of a group, as in the paper's equation.
+    With `"completion"` it is the mean over completions of the mean over their tokens. With
+    `"constant"` it is the sum over tokens, divided by the longest length and the completions.
     """
     if options.loss_normalisation == "mini_batch":
         return [1.0] * len(lengths)
+    mean_length = sum(lengths) / len(lengths)
+    if options.loss_normalisation == "completion":
+        return [mean_length / length for length in lengths]
+    if options.loss_normalisation == "constant":
+        return [mean_length / options.max_new_tokens] * len(lengths)
     size = len(lengths) // num_groups
     totals = [sum(lengths[start : start + size]) for start in range(0, len(lengths), size)]
     mean_total = sum(totals) / num_groups

@@ -10,11 +10,10 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor
 
-from eepo.algorithm.losses import k3
+from eepo.algorithm.losses import PolicyTerms, k3
 from eepo.algorithm.probe import Effect
 from eepo.config import AlgorithmConfig
 from eepo.model.batching import MicroBatch
-from eepo.model.policy import Scores
 from eepo.types import Rollout, mean_entropy
 
 
@@ -37,9 +36,15 @@ class StepMetrics:
         self.last_phase = name
         return self.timer.phase(name)
 
-    def record_rollout(self, rollout: Rollout) -> None:
+    def record_rollout(self, rollout: Rollout, options: AlgorithmConfig | None = None) -> None:
+        """Describe the completions. `options` are those of the step, which methods may change."""
         self._rollout = rollout_metrics(rollout)
-        self._num_tokens = sum(len(c.token_ids) for group in rollout.groups for c in group)
+        if rollout.first_round is not None:
+            self._rollout |= first_round_metrics(rollout)
+        groups = [*rollout.groups, *rollout.dropped]
+        self._num_tokens = sum(len(c.token_ids) for group in groups for c in group)
+        if options is not None and options.entropy_target != "off":
+            self._rollout["entropy_coef"] = options.entropy_coef
 
     def result(self) -> dict[str, float]:
         """Return the step's row for `metrics.jsonl`."""
@@ -128,27 +133,24 @@ class UpdateMetrics:
     def record_batch(
         self,
         batch: MicroBatch,
-        scores: Scores,
-        rollout_logprobs: Tensor,  # [B, T]
-        advantages: Tensor,  # [B]
+        terms: PolicyTerms,
+        clipped: Tensor,  # bool [B, T]
+        entropies: Tensor,  # [B, T]
+        rollout_logprobs: Tensor,  # [B, T] as the engine reported them
         stages: list[int],  # of every row that the micro-batch was cut from
-        options: AlgorithmConfig,
     ) -> None:
-        gap = torch.where(batch.mask, scores.logprobs - rollout_logprobs, 0.0)
-        ratio = gap.exp()
-        positive, negative = advantages[:, None] > 0, advantages[:, None] < 0
-        clipped = (ratio > 1 + options.clip_high) & positive
-        clipped |= (ratio < 1 - options.clip_low) & negative
+        ratio, positive = terms.log_ratio.exp(), terms.advantages[:, None] > 0
         batch_stages = batch.pick([float(stage) for stage in stages])
         for stage in sorted(set(stages)):
             in_stage = batch.mask & (batch_stages == stage)[:, None]
             self._ratios[stage].add(ratio, clipped, positive, in_stage)
         if not self._grad_norms:  # before the first update, θ is what stage 1 was sampled from
             in_stage_1 = batch.mask & (batch_stages == 1)[:, None]
-            mismatch = k3(torch.where(in_stage_1, gap, 0.0).double())
+            gap = torch.where(in_stage_1, terms.logprobs - rollout_logprobs, 0.0)
+            mismatch = k3(gap.double())
             self._mismatch = self._mismatch + mismatch.sum()
             self._mismatch_tokens = self._mismatch_tokens + in_stage_1.sum()
-        self._entropy = self._entropy + scores.entropies.double().sum()  # 0 on padding
+        self._entropy = self._entropy + entropies.double().sum()  # 0 on padding
         self._num_tokens += len(batch.targets)
 
     def record_grad_norm(self, norm: float) -> None:
@@ -230,6 +232,17 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
         "zero_advantage_share": _share(not any(group) for group in rollout.advantages),
         **second_half_metrics(rollout.rewards),
     }
+
+
+def first_round_metrics(rollout: Rollout) -> dict[str, float]:
+    """Describe the completions before dynamic sampling, which drops solved and unsolved prompts.
+
+    So the reward means the same as without dynamic sampling.
+    """
+    assert rollout.first_round is not None
+    row = rollout_metrics(rollout.first_round)
+    del row["zero_advantage_share"]  # of the groups that are trained on
+    return row | {"dropped_groups": float(len(rollout.dropped))}
 
 
 def _label_shares(rollout: Rollout, stage: int) -> dict[str, float]:
