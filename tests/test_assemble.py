@@ -122,15 +122,15 @@ def test_the_engine_is_copied_before_the_policy_changes_its_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A later copy would have the policy's packed attention and its hooks."""
-    policy_on_cpu = assemble._policy
+    policy_on_cpu = assemble.build_policy
 
-    def policy_as_on_gpu(model: Any, config: ModelConfig) -> Policy:
-        policy = policy_on_cpu(model, config)
+    def policy_as_on_gpu(model: Any, config: ModelConfig, merges: bool) -> Policy:
+        policy = policy_on_cpu(model, config, merges=merges)
         policy.packed = policy._scorer.packing.enable_if_equivalent()
         model.get_input_embeddings().register_forward_hook(lambda _module, _inputs, output: output)
         return policy
 
-    monkeypatch.setattr(assemble, "_policy", policy_as_on_gpu)
+    monkeypatch.setattr(assemble, "build_policy", policy_as_on_gpu)
     trainer = build(TINY, tmp_path / "run")
     engine = trainer.evaluator.engine
     assert trainer.policy.model.config._attn_implementation == "eepo"

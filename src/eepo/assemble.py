@@ -30,16 +30,22 @@ from eepo.evaluation.options import OPTION_NAMES, BenchmarkOptions
 from eepo.evaluation.sets import PromptSet, load_problems, make_prompt_sets, task_sets
 from eepo.evaluation.store import Store
 from eepo.evaluation.trained_run import TrainedRun, find_run
-from eepo.model import loading, memory
-from eepo.model.compilation import compile_layers, should_compile_layers
+from eepo.model import loading, lora, memory
 from eepo.model.optimizers import build_optimizer
-from eepo.model.policy import Policy
+from eepo.model.policies import (
+    add_adapter,
+    base_dtype,
+    build_policy,
+    build_reference,
+    weights_writer,
+)
 from eepo.model.scratch import new_model
-from eepo.protocols import Reward, RolloutEngine, Task
+from eepo.protocols import Reward, Task
 from eepo.rewards import build_grader, build_reward
 from eepo.rewards.isolation import PooledReward
 from eepo.rollout.builtin import builtin_engine
-from eepo.rollout.vllm import VLLMEngine, check_installed
+from eepo.rollout.engines import build_engine
+from eepo.rollout.vllm import check_installed
 from eepo.runs import resume as resuming
 from eepo.runs.alarm import AlarmMonitor
 from eepo.runs.checkpoint import Checkpointer
@@ -76,23 +82,30 @@ def _trainer(config: RunConfig, start: Start, lock: RunLock, progress: Progress)
     task = _task(config.task, tokenizer, config.training.seed, progress)
     reward = _open(build_reward(config.reward, config.task))
     _check_engine(config.rollout)
+    lora.check(config, device)
     # Only now the weights, which can take minutes: what is missing has been reported.
     free = memory.free_memory(device)
-    reference = loading.load_model(config.model, device)
     saved = start.checkpoint
-    model = _model_at(config.model, saved, device) if saved else copy.deepcopy(reference)
+    base = loading.load_model(config.model, device, base_dtype(config.model, device))
+    model = base if config.model.lora_rank else _model_at(config.model, saved, device, base)
     limit = config.algorithm.max_new_tokens
     check_length(model, _prompts(task, config), "algorithm.max_new_tokens =", limit)
     if mismatch := loading.dtype_mismatch(config, device):
         progress.print(f"note: {mismatch}; use the same rollout.dtype and model.compute_dtype")
     keep = _cache_bytes(model, config, free) if free and device.type == "cuda" else None
+    if not config.rollout.merge_lora:
+        add_adapter(model, config, saved)
     # The engine copies the model before the policy replaces its attention.
-    engine = _engine(model, tokenizer, config.rollout, config.model.compile, keep)
-    policy = _policy(model, config.model)
+    engine = build_engine(model, tokenizer, config.rollout, config.model, keep)
+    if config.rollout.merge_lora:
+        add_adapter(model, config, saved)
+    policy = build_policy(model, config.model, merges=config.rollout.merge_lora)
     optimizer = _optimizer(model, config.training)
     algorithm = EEPO(
         policy=policy,
-        reference=_reference(reference, config.model) if config.algorithm.kl_coef > 0 else None,
+        reference=build_reference(policy, base, config.model)
+        if config.algorithm.kl_coef > 0
+        else None,
         engine=engine,
         reward=reward,
         optimizer=optimizer,
@@ -108,7 +121,12 @@ def _trainer(config: RunConfig, start: Start, lock: RunLock, progress: Progress)
         policy=policy,
         evaluator=Evaluator(engine, reward),
         checkpointer=Checkpointer(
-            out / "checkpoints", model, tokenizer, optimizer, keep_checkpoints
+            out / "checkpoints",
+            model,
+            tokenizer,
+            optimizer,
+            keep_checkpoints,
+            weights_writer(policy),
         ),
         task=task,
         log=open_log(config, out, start, progress),
@@ -135,6 +153,11 @@ def build_warmup(
 
 def _warmup(config: WarmupConfig, start: Start, lock: RunLock, progress: Progress) -> Warmup:
     out, saved = lock.folder, start.checkpoint
+    if config.model.lora_rank:
+        raise UserError(
+            f"model.lora_rank = {config.model.lora_rank} in a warm start, which trains all "
+            "weights; allowed: 0"
+        )
     device = loading.pick_device(config.model.device)
     scratch = config.model.path == "scratch"
     tokenizer = build_tokenizer(config.task) if scratch else loading.load_tokenizer(config.model)
@@ -142,14 +165,14 @@ def _warmup(config: WarmupConfig, start: Start, lock: RunLock, progress: Progres
     reward = _open(build_reward(config.reward, config.task))
     _check_engine(config.rollout)
     if saved:
-        model = _model_at(config.model, saved, device)
+        model = _model_at(config.model, saved, device, None)
     elif scratch:
         model = new_model(config.scratch, tokenizer, config.supervised.seed).to(device)
     else:
         model = loading.load_model(config.model, device)
     # The engine copies the model before the policy replaces its attention.
-    engine = _engine(model, tokenizer, config.rollout, config.model.compile)
-    policy = _policy(model, config.model)
+    engine = build_engine(model, tokenizer, config.rollout, config.model)
+    policy = build_policy(model, config.model)
     optimizer = _optimizer(model, config.supervised)
     warmup = Warmup(
         config=config,
@@ -336,23 +359,11 @@ def _prompts(task: Task, config: RunConfig) -> Iterator[Prompt]:
         yield from prompts
 
 
-def _model_at(config: ModelConfig, folder: Path, device: torch.device) -> Any:
+def _model_at(config: ModelConfig, folder: Path | None, device: torch.device, base: Any) -> Any:
+    """Load the weights of a checkpoint; without one, copy the `base`."""
+    if folder is None:
+        return copy.deepcopy(base)
     return loading.load_model(dataclasses.replace(config, path=str(folder.resolve())), device)
-
-
-def _policy(model: Any, config: ModelConfig, dtype: torch.dtype | None = None) -> Policy:
-    compute = loading.pick_dtype(config.compute_dtype, model.device)
-    policy = Policy(model, config.micro_batch_tokens, config.head_tokens, compute, dtype)
-    if should_compile_layers(model, config.compile):
-        compile_layers(model)
-    return policy
-
-
-def _reference(model: Any, config: ModelConfig) -> Policy:
-    """Build the reference. It is never trained, so with bf16 products it is kept in bf16."""
-    compute = loading.pick_dtype(config.compute_dtype, model.device)
-    dtype = compute if compute == torch.bfloat16 else None
-    return _policy(model.requires_grad_(False), config, dtype)
 
 
 def _cache_bytes(model: Any, config: RunConfig, free: int) -> int:
@@ -361,25 +372,13 @@ def _cache_bytes(model: Any, config: RunConfig, free: int) -> int:
     return memory.cache_bytes(shape, config, dtype, free)
 
 
-def _engine(
-    model: Any, tokenizer: Any, config: RolloutConfig, compiled: str, keep_bytes: int | None = None
-) -> RolloutEngine:
-    """Build the engine on its own copy of the weights, in its own dtype."""
-    dtype = loading.pick_dtype(config.dtype, model.device)
-    if config.engine == "vllm":
-        return VLLMEngine(
-            model, tokenizer, dtype, config.max_rows, config.stop, config.gpu_memory_share
-        )
-    model = copy.deepcopy(model)
-    # Buffers keep their dtype: rotary frequencies in bf16 are wrong by radians after 1,000 tokens.
-    for weight in model.parameters():
-        weight.data = weight.data.to(dtype)
-    return builtin_engine(model, tokenizer, config.max_rows, config.stop, compiled, keep_bytes)
-
-
 def _optimizer(model: Any, loop: TrainingConfig | SupervisedConfig) -> torch.optim.Optimizer:
     return build_optimizer(
-        loop.optimizer, model.parameters(), loop.learning_rate, loop.weight_decay, loop.seed
+        loop.optimizer,
+        [weight for weight in model.parameters() if weight.requires_grad],
+        loop.learning_rate,
+        loop.weight_decay,
+        loop.seed,
     )
 
 

@@ -63,6 +63,13 @@ class ModelConfig:
     )
     micro_batch_tokens: int = knob(16384, "Tokens per forward pass, with padding.", least=1)
     head_tokens: int = knob(4096, "Positions whose logits are in memory at once.", least=1)
+    lora_rank: int = knob(
+        0, "Train a LoRA adapter of this rank. 0: train all weights.", least=0, most=1024
+    )
+    lora_alpha: float = knob(32.0, "Scale of the adapter, times its rank.", above=0)
+    lora_targets: tuple[str, ...] = knob(
+        (), "Linear layers with an adapter, such as q_proj. Empty: all of the decoder layers."
+    )
 
 
 @dataclass(frozen=True)
@@ -331,6 +338,11 @@ class RolloutConfig:
     stop: str = knob("", "Also end a completion at the first token that contains this text.")
     gpu_memory_share: float = knob(
         0.4, "Share of the GPU for vLLM's weights and KV cache.", above=0, most=1
+    )
+    merge_lora: bool = knob(
+        True,
+        "With LoRA: sample from a copy with the adapter merged into it. false: share the base "
+        "weights and apply the adapter, with half the memory.",
     )
 
 

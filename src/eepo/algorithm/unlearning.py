@@ -89,19 +89,29 @@ def load_unlearned(
     engine: RolloutEngine, policy: Policy, gradient: Mapping[str, Tensor], lr: float
 ) -> Mapping[str, Tensor]:
     """Load θ′ = θ − η·gradient into the engine, and return the weights as loaded."""
-    theta, dtype = policy.named_weights, engine.dtype
-    engine.load_weights(unlearned_weights(theta(), gradient, lr, dtype))
-    return engine.weights() or dict(unlearned_weights(theta(), gradient, lr, dtype))
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        moved = unlearned_weights(policy.trained_weights(), gradient, lr, torch.float32)
+        for name, weight in policy.named_weights(moved):
+            yield name, weight.to(engine.dtype)
+
+    engine.load_weights(weights())
+    return engine.weights() or dict(weights())
 
 
 def changed_share(
     theta: Iterable[tuple[str, Tensor]], rollout_weights: Mapping[str, Tensor]
 ) -> float:
-    """Return the share of rollout weights that differ from θ after rounding to their dtype."""
+    """Return the share of rollout weights that differ from θ after rounding to their dtype.
+
+    Weights that an engine shares with the policy do not count.
+    """
     changed: Tensor | int = 0
     total = 0
     for name, weight in theta:
         moved = rollout_weights[name]
+        if moved.data_ptr() == weight.data_ptr():
+            continue
         changed = changed + (moved != weight.to(moved.dtype)).sum()
         total += moved.numel()
     return int(changed) / total

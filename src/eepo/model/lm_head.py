@@ -100,7 +100,9 @@ class _Scores(torch.autograd.Function):
         head, (inverse_temperature, chunk, _) = ctx.head, ctx.options
         rounded_head = _with_weight_in(head, rounded.dtype)
         d_hidden = torch.empty_like(rounded)
-        d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        d_weight = None  # of a frozen head
+        if ctx.needs_input_grad[1]:
+            d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         d_bias = torch.zeros_like(head.bias) if head.bias is not None else None
         needs_fp32 = head.transforms_logits or d_bias is not None
         gradient_dtype = torch.float32 if needs_fp32 else rounded.dtype
@@ -119,9 +121,12 @@ class _Scores(torch.autograd.Function):
                 d_bias += gradient.sum(0)
             gradient = gradient.to(rounded.dtype)
             d_hidden[part] = gradient @ rounded_head.weight
-            d_weight = _add_product(d_weight, gradient.t(), rounded[part])
+            if d_weight is not None:
+                d_weight = _add_product(d_weight, gradient.t(), rounded[part])
             del gradient  # before the next chunk's logits are allocated
-        return d_hidden.to(ctx.hidden_dtype), d_weight.to(weight.dtype), d_bias, None, None, None
+        if d_weight is not None:
+            d_weight = d_weight.to(weight.dtype)
+        return d_hidden.to(ctx.hidden_dtype), d_weight, d_bias, None, None, None
 
 
 def _with_weight_in(head: LMHead, dtype: torch.dtype) -> LMHead:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import os
 import sys
 from functools import cache
@@ -17,8 +19,10 @@ from eepo.config import ModelConfig, RunConfig
 from eepo.model import smollm2
 from eepo.runs import checkpoint
 from eepo.runs.checksums import CHECKSUMS, find_damage
+from eepo.runs.jsonl import parse_json
 from eepo.types import UserError, printable
 
+ADAPTER_CONFIG = "adapter_config.json"  # of an adapter in peft's format
 BUILTIN = Path(__file__).parents[1] / "assets"
 
 
@@ -72,7 +76,7 @@ def resolve(path: str) -> str:
     folder = Path(os.path.expanduser(path))  # Path.expanduser raises an error for ~nobody
     for candidate in (folder, folder / "final", checkpoint.latest(folder / "checkpoints")):
         if candidate is not None and any(
-            (candidate / name).is_file() for name in ("config.json", CHECKSUMS)
+            (candidate / name).is_file() for name in ("config.json", ADAPTER_CONFIG, CHECKSUMS)
         ):
             return str(candidate)
     if folder.is_dir() or path.startswith((".", "/", "~")) or path.count("/") != 1:
@@ -101,13 +105,27 @@ def _announce_hub_lookup(path: str) -> None:
     print(printable(line), file=sys.stderr, flush=True)
 
 
+def absolute(path: str) -> str:
+    """Return the folder behind a recipe's `model.path` as an absolute path, or the hub name."""
+    resolved = resolve(path)
+    return os.path.abspath(resolved) if os.path.isdir(resolved) else resolved
+
+
 def load_tokenizer(config: ModelConfig) -> Any:
-    return _load(AutoTokenizer, config)
+    if (Path(resolve(config.path)) / "tokenizer_config.json").is_file():
+        return _load(AutoTokenizer, config)
+    return _load(AutoTokenizer, _base_model(config))
 
 
 def load_shape(config: ModelConfig) -> tuple[Any, int]:
     """Return the model's `transformers` config and number of parameters without its weights."""
-    shape = _load(AutoConfig, config)
+    model = meta_model(config)
+    return model.config, sum(weight.numel() for weight in model.parameters())
+
+
+def meta_model(config: ModelConfig) -> Any:
+    """Return the model without its weights. Its config is as it was read."""
+    shape = _load(AutoConfig, _base_model(config))
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
@@ -117,7 +135,49 @@ def load_shape(config: ModelConfig) -> tuple[Any, int]:
         raise UserError(
             f'model.path = "{config.path}" is a {shape.model_type}, not a causal language model'
         ) from error
-    return shape, sum(weight.numel() for weight in model.parameters())
+    model.config = shape
+    return model
+
+
+def _base_model(config: ModelConfig) -> ModelConfig:
+    """Return the model below all adapters: itself, if `path` is no adapter folder."""
+    base = _base_of_adapter(config)
+    return config if base is None else _base_model(base)
+
+
+def _base_of_adapter(config: ModelConfig) -> ModelConfig | None:
+    """Return where the base model of a `peft` adapter is; None if `path` is no adapter folder."""
+    file = Path(resolve(config.path)) / ADAPTER_CONFIG
+    if not file.is_file():
+        return None
+    settings = parse_json(file.read_bytes(), str(file))
+    base = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
+    if not isinstance(base, str) or not base or absolute(base) == absolute(config.path):
+        raise UserError(
+            f'model.path = "{config.path}": {ADAPTER_CONFIG} has base_model_name_or_path = '
+            f"{base!r}; allowed: the folder or the hub name of a model"
+        )
+    return dataclasses.replace(config, path=base, revision=settings.get("revision") or "main")
+
+
+def _load_weights(config: ModelConfig, dtype: torch.dtype) -> Any:
+    """Load a model. An adapter is merged into its base model in fp32 and rounded to `dtype`."""
+    base = _base_of_adapter(config)
+    if base is None:
+        return _load(AutoModelForCausalLM, config, dtype=dtype)
+    if importlib.util.find_spec("peft") is None:
+        raise UserError(
+            f'model.path = "{config.path}" is an adapter, and peft is not installed; '
+            "pip install 'eepo[lora]'"
+        )
+    from peft import PeftModel
+
+    model = _load_weights(base, dtype)
+    try:
+        return PeftModel.from_pretrained(model, resolve(config.path)).merge_and_unload()
+    except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f'model.path = "{config.path}" could not be loaded: {line}') from error
 
 
 def load_model(
@@ -125,7 +185,7 @@ def load_model(
 ) -> Any:
     """Load a model with dropout turned off, so that training and sampling are the same function."""
     _check_intact(config.path)
-    model = _load(AutoModelForCausalLM, config, dtype=dtype).to(device)
+    model = _load_weights(config, dtype).to(device)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0

@@ -7,7 +7,7 @@ trainer's optimizer does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,7 @@ class Policy:
         compute_dtype: torch.dtype | None = None,
         matrix_dtype: torch.dtype | None = None,
     ) -> None:
-        self.model = model.float()
+        self.model = self._set_dtypes(model)
         self.micro_batch_tokens = micro_batch_tokens
         self._scorer = _Scorer(model, head_tokens)
         self.device = next(model.parameters()).device
@@ -63,10 +63,19 @@ class Policy:
         if matrix_dtype is not None:
             _cast_matrices(model, matrix_dtype)
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight once, detached; a head tied to the embedding is not repeated."""
+    def _set_dtypes(self, model: Any) -> Any:
+        return model.float()
+
+    def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every trained weight once, detached; a tied head is not repeated."""
         for name, weight in self.model.named_parameters():
             yield name, weight.detach()
+
+    def named_weights(
+        self, trained: Iterable[tuple[str, Tensor]] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight of the rollout model once; `trained` takes the place of θ."""
+        yield from self.trained_weights() if trained is None else trained
 
     def micro_batches(
         self, pairs: Sequence[tuple[Prompt, Completion]], rows: Sequence[int] | None = None
@@ -176,9 +185,14 @@ def _check_head(scorer: _Scorer, device: torch.device) -> None:
     """Refuse a family whose logits our head does not reproduce: ratios would be silently wrong."""
     ids = torch.arange(1, 5, device=device).unsqueeze(0)
     mask = torch.ones_like(ids)
-    expected = scorer.model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
-    logits = LMHead.from_model(scorer.model).logits(scorer.hidden_states(Padded(ids, mask))[0])
-    if not torch.allclose(logits, expected[0], atol=1e-3, rtol=1e-3):
+    head = LMHead.from_model(scorer.model)
+    in_fp32 = head.weight.dtype == torch.float32
+    with torch.autocast(device.type, torch.bfloat16, enabled=not in_fp32):
+        output = scorer.model(input_ids=ids, attention_mask=mask, use_cache=False)
+        hidden = scorer.hidden_states(Padded(ids, mask))[0]
+    expected, logits = output.logits[0].float(), head.logits(hidden.to(head.weight.dtype))
+    tolerance = 1e-3 if in_fp32 else 0.03 * float(expected.abs().max())
+    if not torch.allclose(logits, expected, atol=tolerance, rtol=1e-3):
         family = type(scorer.model).__name__
         raise UserError(
             f"model: {family} is not supported: it transforms its logits in an unknown way"

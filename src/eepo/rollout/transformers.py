@@ -44,7 +44,8 @@ class TransformersEngine:
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         missing = set(self._weights)
         for name, weight in weights:
-            self._weights[name].copy_(weight)
+            if self._weights[name].data_ptr() != weight.data_ptr():  # else it is shared
+                self._weights[name].copy_(weight)
             missing.discard(name)
         if missing:
             raise ValueError(

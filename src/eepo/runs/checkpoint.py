@@ -12,9 +12,10 @@ import math
 import os
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,20 +33,51 @@ RNG = "rng"
 _NAME = re.compile(r"step-(\d{6,})")
 
 
+class Weights(Protocol):
+    """Writes the weights of a run."""
+
+    def save(self, folder: Path) -> None:
+        """Write what a resumed run needs."""
+        ...
+
+    def save_final(self, folder: Path) -> None:
+        """Write a model that `from_pretrained` reads."""
+        ...
+
+
+@dataclass
+class ModelWeights:
+    """Writes all weights of a model, for both purposes."""
+
+    model: Any
+
+    def save(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
+
+    save_final = save
+
+
 @dataclass
 class Checkpointer:
-    """Saves the checkpoints of one run in `folder`, and keeps the newest `keep` of them."""
+    """Saves the checkpoints of one run in `folder`, and keeps the newest `keep` of them.
+
+    `weights` writes the model; None: all its weights.
+    """
 
     folder: Path
     model: Any
     tokenizer: Any
     optimizer: torch.optim.Optimizer
     keep: int
+    weights: Weights | None = None
+
+    def __post_init__(self) -> None:
+        self._weights = self.weights or ModelWeights(self.model)
 
     def save(self, step: int, state: dict[str, Any]) -> Path:
         """Write `folder/step-NNNNNN`, then remove old checkpoints."""
         temporary = self.folder / f".step-{step:06d}.{os.getpid()}"
-        save_model(temporary, self.model, self.tokenizer)
+        save_model(temporary, self._weights.save, self.tokenizer)
         tensors = optimizer_tensors(self.model, self.optimizer) | {RNG: torch.get_rng_state()}
         with writing(temporary):
             save_file(tensors, temporary / TRAINING)
@@ -67,7 +99,7 @@ class Checkpointer:
         for key, tensor in tensors.items():
             moment, _, name = key.partition("/")
             by_parameter.setdefault(name, {})[moment] = tensor
-        names = [name for name, _ in self.model.named_parameters()]
+        names = [name for name, w in self.model.named_parameters() if w.requires_grad]
         restored = {i: by_parameter[name] for i, name in enumerate(names) if name in by_parameter}
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": restored})
         return state
@@ -76,19 +108,19 @@ class Checkpointer:
         """Write the weights alone, for use elsewhere."""
         remove_leftovers(folder.parent, folder.name)
         temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
-        save_model(temporary, self.model, self.tokenizer)
+        save_model(temporary, self._weights.save_final, self.tokenizer)
         with writing(temporary):
             write_checksums(temporary)
         return publish(temporary, folder)
 
 
-def save_model(folder: Path, model: Any, tokenizer: Any) -> None:
+def save_model(folder: Path, save: Callable[[Path], None], tokenizer: Any) -> None:
     logging.disable_progress_bar()  # a bar per checkpoint would hide ours
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     with writing(folder):
-        model.save_pretrained(folder)
+        save(folder)
         tokenizer.save_pretrained(folder)
 
 
