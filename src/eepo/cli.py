@@ -24,11 +24,18 @@ from eepo.adapters.verl.cluster import Cluster
 from eepo.evaluation.options import BenchmarkOptions, option, option_name, split_names
 from eepo.experiments import plan_cli
 from eepo.experiments.reproduce_options import ReproduceOptions
+from eepo.runs.memory_errors import describe, is_out_of_memory
 from eepo.runs.progress import Progress
 from eepo.types import UserError, printable
 
 if TYPE_CHECKING:
     from eepo.reports import Run
+
+DEBUG_HINT = " (EEPO_DEBUG=1 shows the traceback)"
+MEMORY_ADVICE = (
+    "free memory or raise its limit, or lower model.micro_batch_tokens and rollout.max_rows; "
+    "a run continues with --resume, and eepo doctor estimates what a recipe needs"
+)
 
 app = typer.Typer(
     name="eepo",
@@ -602,8 +609,8 @@ def _report(folders: list[Path], out: Path, progress: Progress) -> None:
 def main() -> None:
     """Run a command. Errors that are no bug become one line; EEPO_DEBUG=1 shows their traceback.
 
-    These are user errors, and errors of the operating system such as a full disk. Any other error
-    is a bug, which keeps its traceback.
+    These are user errors, and errors of the operating system such as a full disk or too little
+    memory. Any other error is a bug, which keeps its traceback.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal may not know every character
@@ -613,7 +620,7 @@ def main() -> None:
             app()
         finally:
             sys.stdout.flush()  # here, because errors during the exit of Python have a traceback
-    except (UserError, OSError) as error:
+    except (UserError, OSError, MemoryError, RuntimeError, ImportError) as error:
         line = _error_line(error)
         if line is None or os.environ.get("EEPO_DEBUG"):
             raise
@@ -622,14 +629,17 @@ def main() -> None:
         sys.exit(2 if isinstance(error, UserError) else 1)
 
 
-def _error_line(error: UserError | OSError) -> str | None:
-    """Return the message for the user. Return None for an OSError that a library made up."""
+def _error_line(error: Exception) -> str | None:
+    """Return the message for the user. Return None for a bug."""
     if isinstance(error, UserError):
         return str(error)
-    if error.strerror is None:
+    if is_out_of_memory(error):
+        sys.unraisablehook = lambda _: None  # without memory, libraries may also fail at the exit
+        return f"{describe(error)}; {MEMORY_ADVICE}{DEBUG_HINT}"
+    if not isinstance(error, OSError) or error.strerror is None:  # a library made it up
         return None
     name = "" if error.filename is None else f"{error.filename}: "
-    return printable(f"{name}{error.strerror}") + " (EEPO_DEBUG=1 shows the traceback)"
+    return printable(f"{name}{error.strerror}") + DEBUG_HINT
 
 
 def _drop_output_that_cannot_be_written() -> None:

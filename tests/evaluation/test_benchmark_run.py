@@ -361,7 +361,7 @@ def test_out_of_memory_is_a_user_error_and_loses_nothing(
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return super().generate(prompts, num_samples, sampling)
 
-    with pytest.raises(UserError, match="--max-rows 8"):
+    with pytest.raises(UserError, match="out of memory; --max-rows is 8, try 4; the evaluation"):
         evaluation(tmp_path, SmallMemory(builtin_engine), SumReward(), problem_set).run()
     evaluation(tmp_path, builtin_engine, SumReward(), problem_set).run()
     assert same_files(tmp_path, uninterrupted)

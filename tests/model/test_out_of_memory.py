@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 
 import pytest
 import torch
 
 from eepo.config import AlgorithmConfig, ModelConfig, RolloutConfig, RunConfig, TrainingConfig
-from eepo.model.out_of_memory import advice, caught, is_out_of_memory
+from eepo.model.out_of_memory import advice, caught
 from eepo.runs.knobs import FREE_TO_CHANGE
+from eepo.runs.memory_errors import is_out_of_memory
 
 GPU = (
     "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of "
@@ -32,6 +34,9 @@ RUN = RunConfig(
         RuntimeError(CPU),
         RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("can't start new thread"),
+        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
         MemoryError(),
     ],
     ids=lambda error: type(error).__name__,
@@ -61,6 +66,8 @@ def test_other_errors_are_raised() -> None:
         raise RuntimeError("shape mismatch")
     with pytest.raises(KeyError), caught():
         raise KeyError("out of memory")
+    with pytest.raises(FileNotFoundError), caught():
+        raise FileNotFoundError(errno.ENOENT, "out of memory")
 
 
 def change(run: RunConfig, section: str, **knobs: object) -> RunConfig:

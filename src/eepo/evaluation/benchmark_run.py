@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from eepo.evaluation.results import write_results
 from eepo.evaluation.sets import PromptSet
 from eepo.evaluation.store import Store
+from eepo.model import out_of_memory
 from eepo.protocols import Reward, RolloutEngine
 from eepo.runs.lock import RunLock
 from eepo.runs.progress import Progress
@@ -112,15 +111,15 @@ class BenchmarkEvaluation:
         return num_done, _count_correct(rows[: num_done * num_samples])
 
     def _evaluate(self, prompts: Sequence[Prompt], sampling_pass: _Pass) -> list[dict[str, Any]]:
-        try:
+        with out_of_memory.caught() as failures:
             groups = self.engine.generate(
                 prompts, sampling_pass.num_samples, sampling_pass.sampling
             )
-        except torch.OutOfMemoryError as error:
+        if failures:
             raise UserError(
-                f"--max-rows {self.max_rows}: not enough memory to sample so many completions at "
-                "the same time; give a smaller number, and the evaluation continues"
-            ) from error
+                f"{failures[0]}; --max-rows is {self.max_rows}, try {max(1, self.max_rows // 2)}; "
+                "the evaluation then continues"
+            )
         owners = [prompt for prompt, group in zip(prompts, groups, strict=True) for _ in group]
         indices = [index for group in groups for index in range(len(group))]
         completions = [completion for group in groups for completion in group]

@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 from eepo.config import RunConfig
 from eepo.model.memory import next_change
+from eepo.runs.memory_errors import describe, is_out_of_memory
 
-# Messages of a plain RuntimeError: torch's CPU allocator (Linux, Windows), cuBLAS, the CUDA driver
-_MESSAGES = re.compile(
-    "can't allocate memory|not enough memory|CUBLAS_STATUS_ALLOC_FAILED|CUDA error: out of memory"
-)
-_AMOUNT = re.compile(r"[Tt]ried to allocate (\d+(?:\.\d+)? \w+)")
 # Phases whose memory is that of an update. All other phases sample, or load weights to sample from.
 _UPDATES = {"unlearn": "unlearning", "reference": "update", "update": "update"}
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` means that a device or the operating system has no memory left."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and _MESSAGES.search(str(error)) is not None
 
 
 @contextmanager
@@ -37,12 +23,10 @@ def caught() -> Iterator[list[str]]:
     failures: list[str] = []
     try:
         yield failures
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, ImportError, OSError) as error:
         if not is_out_of_memory(error):
             raise
-        amount = _AMOUNT.search(str(error))
-        detail = f" (tried to allocate {amount.group(1)})" if amount else ""
-        failures.append(f"out of memory{detail}")
+        failures.append(describe(error))
 
 
 def advice(config: RunConfig, phase: str) -> tuple[str, str, str]:

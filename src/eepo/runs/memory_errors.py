@@ -1,0 +1,30 @@
+"""Recognises the errors that mean that memory has run out. It does not need torch."""
+
+from __future__ import annotations
+
+import errno
+import re
+
+# Messages of a plain RuntimeError: torch's CPU allocator (Linux, Windows), cuBLAS, the CUDA driver,
+# a thread without memory for its stack; and of an ImportError: a library that cannot be loaded
+_MESSAGES = re.compile(
+    "out of memory|can't allocate memory|not enough memory|CUBLAS_STATUS_ALLOC_FAILED"
+    "|can't start new thread|failed to map segment|cannot allocate memory",
+    re.IGNORECASE,
+)
+_AMOUNT = re.compile(r"tried to allocate (\d+(?:\.\d+)? \w+)", re.IGNORECASE)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether `error` means that a device or the operating system has no memory left."""
+    if isinstance(error, MemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError | ImportError) and bool(_MESSAGES.search(str(error)))
+
+
+def describe(error: BaseException) -> str:
+    """Return `out of memory`, with the amount if the error names it."""
+    amount = _AMOUNT.search(str(error))
+    return f"out of memory (tried to allocate {amount.group(1)})" if amount else "out of memory"

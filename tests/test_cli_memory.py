@@ -1,0 +1,125 @@
+"""Tests that a lack of host memory is one line, and that the run can be resumed afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from eepo import cli
+from eepo.runs.checkpoint import Checkpointer
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(sys.platform != "linux", reason="macOS does not enforce RLIMIT_AS"),
+]
+
+Eepo = Callable[..., SimpleNamespace]
+SMALL = (
+    "training.num_steps=3",
+    "training.prompts_per_step=4",
+    "training.prompts_per_mini_batch=2",
+    "training.checkpoint_every=1",
+    "algorithm.group_size=4",
+    "algorithm.max_new_tokens=12",
+    "task.num_evaluation=2",
+    "evaluation.num_samples=2",
+    "evaluation.every=0",
+)
+
+
+def settings(*overrides: str) -> list[str]:
+    return [word for override in overrides for word in ("--set", override)]
+
+
+@pytest.fixture
+def eepo(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Eepo:
+    """Return a function that runs a command in this process, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # undone after the test
+    monkeypatch.delenv("EEPO_DEBUG", raising=False)
+
+    def call(*arguments: object) -> SimpleNamespace:
+        monkeypatch.setattr(sys, "argv", ["eepo", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        printed = capsys.readouterr()
+        return SimpleNamespace(code=end.value.code or 0, out=printed.out, err=printed.err)
+
+    return call
+
+
+@contextlib.contextmanager
+def memory_limit(more_megabytes: int) -> Iterator[None]:
+    """Allow this process only so much more memory than it has."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + more_megabytes * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def test_a_model_that_does_not_fit_is_one_line(eepo: Eepo, tmp_path: Path) -> None:
+    recipe = tmp_path / "large.toml"
+    recipe.write_text(
+        'name = "large"\n[model]\npath = "scratch"\ndevice = "cpu"\n'
+        "[scratch]\nhidden_size = 8192\nintermediate_size = 65536\nnum_layers = 1\nnum_heads = 8\n"
+    )
+    with memory_limit(300):
+        result = eepo("warmup", recipe, "--out", "w")
+    [line] = result.err.splitlines()
+    assert result.code == 1
+    assert line.startswith("eepo: out of memory (tried to allocate ")
+    assert "model.micro_batch_tokens" in line
+    assert "--resume" in line
+
+
+def test_a_checkpoint_that_cannot_be_saved_is_one_line_and_the_run_resumes(
+    eepo: Eepo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = ("train", "countdown/eepo", "--out", "run", *settings(*SMALL))
+    original, saved = Checkpointer.save, []
+
+    def save(self: Checkpointer, *arguments: Any) -> Any:
+        saved.append(arguments)
+        if len(saved) == 2:
+            raise MemoryError
+        return original(self, *arguments)
+
+    monkeypatch.setattr(Checkpointer, "save", save)
+    result = eepo(*train)
+    [line] = result.err.splitlines()
+    assert result.code == 1
+    assert line.startswith("eepo: out of memory; free memory or raise its limit")
+    assert eepo(*train, "--resume").code == 0
+    rows = map(json.loads, Path("run/metrics.jsonl").read_text().splitlines())
+    assert [row["step"] for row in rows] == [1, 2, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("megabytes", [500, 700])
+def test_a_process_without_memory_for_its_libraries_prints_one_line(
+    megabytes: int, tmp_path: Path
+) -> None:
+    """Depending on the machine, it fails while it imports torch, or runs."""
+    limit = f"ulimit -v {megabytes * 1024}; "
+    command = f"{sys.executable} -m eepo train countdown/eepo --out run --set training.num_steps=0"
+    result = subprocess.run(
+        ["bash", "-c", limit + command], capture_output=True, text=True, cwd=tmp_path, timeout=300
+    )
+    assert "Traceback" not in result.stderr
+    assert result.returncode == 0 or len(result.stderr.splitlines()) == 1
