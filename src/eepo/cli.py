@@ -356,6 +356,21 @@ def reproduce(
 
 
 @app.command()
+def convert(
+    file: Annotated[Path, typer.Argument(help="A GGUF file of a Llama- or Qwen2-type model.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder of the model; it must not exist.")],
+    sha256: Annotated[
+        str, typer.Option("--sha256", metavar="HASH", help="Check the file's SHA-256 hash first.")
+    ] = "",
+) -> None:
+    """Convert a GGUF file into a model folder in fp32, for `model.path` and transformers."""
+    from eepo.model.gguf_convert import convert as convert_file
+
+    convert_file(file, out, sha256)
+    Progress().print(f"model: {out}")
+
+
+@app.command()
 def grade(
     file: Annotated[
         Path, typer.Argument(help='A JSON Lines file: {"gold": ..., "completion": ...}.')

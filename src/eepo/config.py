@@ -49,7 +49,8 @@ class ModelConfig:
 
     path: str = knob(
         "builtin:countdown",
-        "A folder, a run, a hub name, builtin:countdown, builtin:shortcut or package:smollm2.",
+        "A folder, a run, a GGUF file, a hub name, builtin:countdown, builtin:shortcut or "
+        "package:smollm2.",
     )
     revision: str = knob("main", "Revision of a hub model.")
     trust_remote_code: bool = knob(False, "Run Python code that comes with the model.")

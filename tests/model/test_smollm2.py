@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from eepo.config import ModelConfig, SumsConfig
-from eepo.model import loading, smollm2
+from eepo.model import gguf_convert, loading, smollm2
 from eepo.rollout.transformers import TransformersEngine
 from eepo.tasks.sums import Sums
 from eepo.types import Prompt, Sampling, UserError
@@ -105,7 +105,7 @@ def test_the_model_is_converted_once(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = smollm2.converted_folder()
-    monkeypatch.setattr(smollm2, "_convert", lambda *_: pytest.fail("converted again"))
+    monkeypatch.setattr(gguf_convert, "write_model", lambda *_: pytest.fail("converted again"))
     capfd.readouterr()
     assert loading.resolve("package:smollm2") == str(folder)
     assert capfd.readouterr().err == ""
@@ -115,12 +115,12 @@ def test_the_model_is_converted_once(
 def test_environment_variables_move_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("EEPO_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert smollm2.cache_folder() == Path("/somewhere/eepo")
+    assert gguf_convert.cache_folder() == Path("/somewhere/eepo")
     monkeypatch.setenv("EEPO_CACHE", "/elsewhere")
-    assert smollm2.cache_folder() == Path("/elsewhere")
+    assert gguf_convert.cache_folder() == Path("/elsewhere")
     monkeypatch.delenv("EEPO_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert smollm2.cache_folder() == Path.home() / ".cache" / "eepo"
+    assert gguf_convert.cache_folder() == Path.home() / ".cache" / "eepo"
 
 
 def test_a_missing_package_is_a_one_line_error(
@@ -136,16 +136,13 @@ def test_a_missing_package_is_a_one_line_error(
 def test_an_interrupted_conversion_leaves_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        smollm2, "read_model", lambda source: loading.load_model(ModelConfig(), CPU)
-    )
-
-    def stop(source: Path) -> Any:
+    def stop(source: Path, folder: Path) -> None:
+        (folder / "config.json").write_text("{}")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(smollm2, "read_tokenizer", stop)
+    monkeypatch.setattr(gguf_convert, "write_model", stop)
     with pytest.raises(KeyboardInterrupt):
-        smollm2._convert(Path("unused"), tmp_path / "cache" / "model")
+        gguf_convert.convert_atomically(Path("unused"), tmp_path / "cache" / "model")
     assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -164,17 +161,25 @@ def test_folders_of_killed_conversions_are_removed_after_an_hour(
     assert names == {"converting-running", "smollm2-135m-instruct"}
 
 
+@pytest.mark.skipif(not installed, reason=f"SmolLM2 is not installed: {smollm2.INSTALL}")
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_an_unwritable_cache_is_a_one_line_error(tmp_path: Path) -> None:
+def test_an_unwritable_cache_is_a_one_line_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tmp_path.chmod(0o500)
+    monkeypatch.setenv("EEPO_CACHE", str(tmp_path / "cache"))
     with pytest.raises(UserError, match="set EEPO_CACHE to another folder"):
-        smollm2._convert(Path("unused"), tmp_path / "cache" / "model")
+        smollm2.converted_folder()
 
 
-def test_a_cache_that_is_a_file_is_a_one_line_error(tmp_path: Path) -> None:
+@pytest.mark.skipif(not installed, reason=f"SmolLM2 is not installed: {smollm2.INSTALL}")
+def test_a_cache_that_is_a_file_is_a_one_line_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "cache").write_text("")
+    monkeypatch.setenv("EEPO_CACHE", str(tmp_path / "cache"))
     with pytest.raises(UserError, match="set EEPO_CACHE to another folder"):
-        smollm2._convert(Path("unused"), tmp_path / "cache" / "model")
+        smollm2.converted_folder()
 
 
 def test_another_packaged_model_is_refused() -> None:

@@ -1,4 +1,7 @@
-"""Load a causal model and its tokenizer: a folder, a hub name, a built-in or a packaged model."""
+"""Loads a causal model and its tokenizer.
+
+They come from a folder, a GGUF file, the hub, this package or another one.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from eepo.config import ModelConfig, RunConfig
-from eepo.model import smollm2
+from eepo.model import gguf_convert, smollm2
 from eepo.runs import checkpoint
 from eepo.runs.checksums import CHECKSUMS, find_damage
 from eepo.runs.jsonl import parse_json
@@ -74,6 +77,8 @@ def resolve(path: str) -> str:
             )
         return str(smollm2.converted_folder())
     folder = Path(os.path.expanduser(path))  # Path.expanduser raises an error for ~nobody
+    if path.lower().endswith(".gguf") and not folder.is_dir():
+        return str(_gguf_folder(path, folder))
     for candidate in (folder, folder / "final", checkpoint.latest(folder / "checkpoints")):
         if candidate is not None and any(
             (candidate / name).is_file() for name in ("config.json", ADAPTER_CONFIG, CHECKSUMS)
@@ -96,6 +101,15 @@ def _builtin_folder(path: str) -> Path:
         names = ", ".join(f"builtin:{entry.name}" for entry in folders)
         raise UserError(f'model.path = "{path}": no such built-in model; allowed: {names}')
     return folder
+
+
+def _gguf_folder(path: str, file: Path) -> Path:
+    if not file.is_file():
+        raise UserError(f'model.path = "{path}": no such GGUF file')
+    try:
+        return gguf_convert.converted_folder(file)
+    except UserError as error:
+        raise UserError(f'model.path = "{path}": {error}') from error
 
 
 @cache
