@@ -24,8 +24,8 @@ from eepo.experiments.reproduce_targets import (
     select_methods,
 )
 from eepo.reports.paper_numbers import BASE, EEPO, GRPO
-from eepo.tasks.benchmarks import BENCHMARKS
-from eepo.tasks.files import SUFFIXES, column_names, short_name
+from eepo.tasks.benchmarks import BENCHMARKS, load_benchmark
+from eepo.tasks.files import SUFFIXES, column_names, find_file, short_name
 from eepo.types import UserError
 
 FIRST_TUNE_SEED = 100  # far from the seeds of the report
@@ -75,6 +75,7 @@ def _reproduction(
 ) -> Reproduction:
     base, knobs = _base_recipe(target, options), _knobs(options)
     config = recipe.load_run(f"{base}+paper/{GRPO}", knobs)
+    _check_files(config)
     tables = plan_tables(target, options, base, knobs, objective(config))
     plan = parse_plan(tables, str(folder / PLAN), folder)
     return Reproduction(target, options, config, tables, plan, folder, out)
@@ -170,6 +171,19 @@ def _knobs(options: ReproduceOptions) -> list[str]:
     if options.data_dir:
         knobs += _data_knobs(options.data_dir)
     return [*knobs, *(options.overrides or ())]
+
+
+def _check_files(config: RunConfig) -> None:
+    """Raise an error for the first data file that is missing or damaged."""
+    task = config.task
+    if not isinstance(task, DatasetConfig):
+        return
+    is_file = task.train.endswith(SUFFIXES) and ":" not in task.train
+    if is_file and find_file(task.train, task.data_dir) is None:
+        raise UserError(f"task.train = {task.train!r}: no such file in {task.data_dir or '.'}")
+    for name in task.evaluation:
+        if task.data_dir and name in BENCHMARKS:
+            load_benchmark(name, task.data_dir)
 
 
 def _data_knobs(data_dir: str) -> list[str]:

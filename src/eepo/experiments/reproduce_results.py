@@ -22,7 +22,13 @@ from eepo.reports.figure_list import image_bytes
 from eepo.reports.paper_figures import FIGURES, HyperPanel, PaperData, PaperFigure
 from eepo.reports.paper_numbers import BASE, EEPO, GRPO, TABLES
 from eepo.reports.paper_page import PageContents, page_text
-from eepo.reports.paper_table import Methods, paper_table, sampled_table
+from eepo.reports.paper_table import (
+    Methods,
+    has_papers_sets,
+    paper_table,
+    papers_own_table,
+    sampled_table,
+)
 from eepo.reports.records import Run as RunRecords
 from eepo.reports.records import by_method, read_run
 from eepo.reports.run_lines import Line, as_run, line_title
@@ -46,10 +52,11 @@ def write_results(reproduction: Reproduction, command: str) -> list[Path]:
     data = PaperData(trained, hyper_panels(reproduction, experiment), _scores(experiment))
     drawn = _write_figures(data, experiment.out / FIGURES_FOLDER)
     status = [*status_lines(experiment, Selection())]
+    counts = status[0].removeprefix(f"{experiment.plan.source}: ")
     contents = PageContents(
         title=f"Reproduction of paper/{reproduction.target.name}: {reproduction.config.model.path}",
         command=command,
-        status=[f"- {line.strip()}" for line in status[:1]],
+        status=[f"- {counts}", *(f"- {line}" for line in status if line.startswith("failed"))],
         tables=[(heading, table) for _, heading, table in tables],
         figures=drawn,
         runs=runs,
@@ -79,8 +86,10 @@ def make_tables(reproduction: Reproduction, methods: Methods) -> list[tuple[str,
     for name in reproduction.target.tables:
         paper = TABLES[name]
         tables.append((name, paper.title, paper_table(paper, methods, label)))
-    labels = {BASE: label}
-    tables.append(("samples", "Samples and lengths", sampled_table(methods, labels)))
+        if not has_papers_sets(paper, methods):
+            heading = f"{paper.title} in the paper"
+            tables.append((f"{name}_in_the_paper", heading, papers_own_table(paper)))
+    tables.append(("samples", "Samples and lengths", sampled_table(methods, {BASE: label})))
     return tables
 
 

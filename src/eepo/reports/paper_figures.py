@@ -114,6 +114,7 @@ def draw_hyperparameters(data: PaperData) -> Figure | None:
         figure, all_axes = new_panels(len(panels), columns=columns, width=WIDTH)
         for axes, panel in zip(all_axes, panels, strict=True):
             _draw_panel(axes, panel, data.lines)
+        _share_limits(all_axes)
         all_axes[0].set_ylabel("greedy, average of sets")
         add_legend(figure, _hyper_handles(panels, data.lines))
         return figure
@@ -162,7 +163,8 @@ FIGURES = (
     PaperFigure(
         5,
         "Average greedy accuracy of each baseline against its hyperparameter, and of EEPO with "
-        "fixed hyperparameters (dashed). Blue: GRPO, which has the default value.",
+        "fixed hyperparameters (dashed). Blue: GRPO, which has the default value. The values of "
+        "tuned baselines are from the tuning runs, which have other seeds than GRPO and EEPO.",
         draw_hyperparameters,
     ),
     PaperFigure(
@@ -190,31 +192,43 @@ def _with_sets(run: Run, sets: Sequence[str]) -> Run:
 
 
 def _draw_panel(axes: Axes, panel: HyperPanel, lines: Mapping[str, Sequence[float]]) -> None:
-    values = dict(panel.scores)
-    if GRPO in lines:
-        values[panel.default] = lines[GRPO]
-    ticks = sorted(values, key=float)
+    scores = dict(panel.scores)
+    if GRPO in lines and panel.default not in scores:
+        scores[panel.default] = lines[GRPO]
+    ticks = sorted(scores, key=float)
     styles = method_styles([panel.method, GRPO, EEPO])
-    means = [statistics.fmean(values[tick]) for tick in ticks]
-    colour, marker = styles[panel.method]
-    axes.plot(range(len(ticks)), means, color=colour, marker=marker, markersize=3.5)
+    means = [statistics.fmean(scores[tick]) for tick in ticks]
+    axes.plot(range(len(ticks)), means, color=styles[panel.method][0])
     for index, tick in enumerate(ticks):
-        is_default = tick == panel.default and tick not in panel.scores
-        dot = styles[GRPO] if is_default else (colour, marker)
-        mean = estimate_over_seeds(values[tick])
+        colour, marker = styles[panel.method if tick in panel.scores else GRPO]
+        mean = estimate_over_seeds(scores[tick])
+        arms = None
         if mean and mean.low is not None and mean.high is not None:
             arms = [[mean.mean - mean.low], [mean.high - mean.mean]]
-            axes.errorbar([index], [mean.mean], arms, color=dot[0], capsize=2, linewidth=0.7)
-        if is_default:
-            axes.plot([index], [means[index]], color=dot[0], marker=dot[1], markersize=3.5)
-    if EEPO in lines:
-        axes.axhline(
-            statistics.fmean(lines[EEPO]), color=styles[EEPO][0], linestyle="dashed", linewidth=1.2
+        axes.errorbar(
+            [index], [means[index]], arms, color=colour, marker=marker, markersize=3.5, capsize=2
         )
-    axes.set_xticks(range(len(ticks)), list(map(name_label, ticks)))
+    if EEPO in lines:
+        mean_accuracy, colour = statistics.fmean(lines[EEPO]), styles[EEPO][0]
+        axes.axhline(mean_accuracy, color=colour, linestyle="dashed", linewidth=1.2)
+    axes.set_xticks(range(len(ticks)), [_short_number(tick) for tick in ticks])
     axes.set_xlim(-0.4, len(ticks) - 0.6)
     axes.set_title(name_label(panel.knob.partition(".")[2].replace("_", " ")))
     use_percent(axes)
+
+
+def _share_limits(panels: Sequence[Axes]) -> None:
+    """Give all panels the same y-axis, within 0 and 100 %."""
+    low = min(axes.dataLim.y0 for axes in panels)
+    high = max(axes.dataLim.y1 for axes in panels)
+    margin = 0.08 * (high - low) or 0.05
+    for axes in panels:
+        axes.set_ylim(max(-0.02, low - margin), min(1.02, high + margin))
+
+
+def _short_number(text: str) -> str:
+    """Return 1e-5 for 1e-05."""
+    return name_label(text.replace("e-0", "e-"))
 
 
 def _hyper_handles(

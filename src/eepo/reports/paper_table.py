@@ -16,7 +16,7 @@ from eepo.reports.measures import (
     pass_at_k_curve,
     problem_values,
 )
-from eepo.reports.paper_numbers import BASE, PaperTable, relative_gain
+from eepo.reports.paper_numbers import BASE, FIVE, FOUR, PaperTable, relative_gain
 from eepo.reports.records import Row, Run, evaluation_sets
 from eepo.reports.tables import display_name
 
@@ -26,9 +26,10 @@ Methods = Mapping[str, Sequence[Run]]  # method -> a run for each seed
 
 
 def table_sets(methods: Methods) -> list[str]:
-    """Return the evaluation sets that are columns of a table."""
+    """Return the evaluation sets that are columns of a table, the paper's in its order."""
     sets = evaluation_sets([run for runs in methods.values() for run in runs])
-    return [name for name in sets if name != IN_DISTRIBUTION]
+    papers = [name for name in FIVE if name in sets]
+    return [*papers, *(name for name in sets if name not in (*papers, IN_DISTRIBUTION))]
 
 
 def paper_table(table: PaperTable, methods: Methods, base_name: str) -> ResultTable:
@@ -39,25 +40,42 @@ def paper_table(table: PaperTable, methods: Methods, base_name: str) -> ResultTa
     """
     sets, rows = table_sets(methods), []
     columns = [title(name) for name in sets] if table.sets else []
-    has_papers_sets = set(sets) == set(table.sets or sets)
+    same_sets = has_papers_sets(table, methods)
     for method, label in table.labels.items():
         runs = methods.get(method, [])
         cells = []
         for name in sets if table.sets else ():
             ours = estimate(final_rows(runs, name), GREEDY) if runs else None
             cells.append(_cell(ours, table.number(method, name)))
-        papers = table.average(method) if has_papers_sets else None
+        papers = table.average(method) if same_sets else None
         cells.append(_cell(average(runs, sets, GREEDY), papers))
-        cells.append(_gain_cell(table, method, methods, sets, has_papers_sets))
+        cells.append(_gain_cell(table, method, methods, sets))
         label = base_name if method == BASE else label
         seeds = f" ({len(runs)} seeds)" if len(runs) > 1 else ""
         rows.append((label + seeds, cells))
     return ResultTable(
-        " ".join(_notes(table, methods, sets, has_papers_sets)),
+        " ".join(_notes(table, methods, sets, same_sets)),
         "Method",
         [*columns, "Average", "Relative gain, %"],
         rows,
     )
+
+
+def has_papers_sets(table: PaperTable, methods: Methods) -> bool:
+    """Return whether our average is over the sets of the paper's."""
+    return set(table_sets(methods)) == set(table.sets or FOUR)
+
+
+def papers_own_table(table: PaperTable) -> ResultTable:
+    """Return the paper's numbers alone, for runs on other evaluation sets."""
+    rows = []
+    for method, numbers in table.numbers.items():
+        cells = [Cell(f"{number:.1f}") for number in numbers]
+        gain = table.gain(method)
+        cells.append(Cell("" if gain is None else f"{gain:+.1f}"))
+        rows.append((table.model if method == BASE else table.labels[method], cells))
+    columns = [*map(title, table.sets), "Average", "Relative gain, %"]
+    return ResultTable("The paper's numbers: greedy pass@1 in percent.", "Method", columns, rows)
 
 
 def sampled_table(methods: Methods, labels: Mapping[str, str]) -> ResultTable:
@@ -78,8 +96,8 @@ def sampled_table(methods: Methods, labels: Mapping[str, str]) -> ResultTable:
         cells.append(Cell(MISSING if cut_off is None else f"{100 * cut_off:.1f}"))
         table.append((labels.get(method, method), cells))
     caption = (
-        "Averages over the evaluation sets, in percent; tokens: mean length of completions; cut "
-        f"off: completions that reached the length limit. {_brackets(methods)}"
+        f"Averages over the evaluation sets, in percent; brackets: {_brackets(methods)}. Tokens: "
+        "mean length of completions. Cut off: completions that reached the length limit."
     )
     return ResultTable(caption, "Method", [*measures.values(), "Tokens", "Cut off"], table)
 
@@ -123,15 +141,13 @@ def _cell(ours: Estimate | None, papers: float | None) -> Cell:
     return Cell(number, f"{100 * ours.low:.1f}, {100 * ours.high:.1f}")
 
 
-def _gain_cell(
-    table: PaperTable, method: str, methods: Methods, sets: Sequence[str], has_papers_sets: bool
-) -> Cell:
+def _gain_cell(table: PaperTable, method: str, methods: Methods, sets: Sequence[str]) -> Cell:
     if method not in table.gains:
         return Cell("")
     means = [average(methods.get(name, []), sets, GREEDY) for name in (method, table.gains[method])]
     ours = relative_gain(*(mean.mean if mean else None for mean in means))
     number = MISSING if ours is None else f"{ours:+.1f}"
-    papers = table.gain(method) if has_papers_sets else None
+    papers = table.gain(method) if has_papers_sets(table, methods) else None
     return Cell(number if papers is None else f"{number} ({papers:+.1f})")
 
 
@@ -140,22 +156,18 @@ def _mean_of(runs: Sequence[Run], sets: Sequence[str], key: str) -> float | None
     return statistics.fmean(values) if values else None
 
 
-def _notes(
-    table: PaperTable, methods: Methods, sets: Sequence[str], has_papers_sets: bool
-) -> list[str]:
-    papers = f"the paper's, for {table.model}" if has_papers_sets else "the paper's"
+def _notes(table: PaperTable, methods: Methods, sets: Sequence[str], same_sets: bool) -> list[str]:
     notes = [
-        f"Greedy pass@1 in percent: ours (in parentheses: {papers}).",
+        f"Greedy pass@1 in percent: ours (in parentheses: the paper's, for {table.model}); "
+        f"brackets: {_brackets(methods)}.",
         "Average: over the evaluation sets, with equal weights.",
         "Relative gain of the average: over the method that the row builds on, else over GRPO."
         if not table.sets
         else "Relative gain of the average: over GRPO.",
-        _brackets(methods),
     ]
-    if not has_papers_sets:
-        notes.append(
-            f"The paper's averages are left out: they are over {', '.join(map(title, table.sets))}."
-        )
+    if not same_sets:
+        titles = ", ".join(map(title, table.sets or FOUR))
+        notes.append(f"The paper's averages are left out: they are over {titles}.")
     rows = [row for runs in methods.values() for name in sets for row in final_rows(runs, name)]
     counts = {title(row["set"]): row["num_problems"] for row in rows}
     notes.append(f"Problems: {', '.join(f'{name} {count:,}' for name, count in counts.items())}.")
@@ -164,8 +176,7 @@ def _notes(
 
 def _brackets(methods: Methods) -> str:
     if any(len(runs) > 1 for runs in methods.values()):
-        return "Brackets: 95 % t-interval over seeds; of one seed, bootstrap over problems."
+        return "95 % t-interval over seeds; of one seed, bootstrap interval over problems"
     return (
-        "Brackets: 95 % bootstrap interval over the problems of ONE seed, which is no evidence "
-        "about methods."
+        "95 % bootstrap interval over the problems of ONE seed, which is no evidence about methods"
     )
