@@ -166,15 +166,40 @@ def _hub_rows(name: str, part: str, split: str, columns: Columns) -> Iterator[Ro
         ) from None
     is_file = Path(part).suffix in SUFFIXES
     options: dict[str, Any] = {"data_files": {split: part}} if is_file else {"name": part or None}
-    source = f"{name}:{part}" if part else name
-    try:
+    source = f"hub data set {name}:{part}" if part else f"hub data set {name}"
+    with _hub_errors(f"{source}, split {split!r}"):
         rows = datasets.load_dataset(name, split=split, **options)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise UserError(f"hub data set {source}, split {split!r}: {_first_line(error)}") from None
-    check_columns(list(rows.column_names), columns, f"hub data set {source}")
+    check_columns(list(rows.column_names), columns, source)
     used = [column for column in rows.column_names if column in columns.used()]
-    for index, row in enumerate(rows.select_columns(used)):
-        yield f"hub data set {source}: row {index}", dict(row)
+    with _hub_errors(f"{source}, split {split!r}"):
+        for index, row in enumerate(rows.select_columns(used)):
+            where = f"{source}: row {index}"
+            _check_exact(row[columns.answer], f"{where}: {columns.answer}")
+            yield where, dict(row)
+
+
+@contextmanager
+def _hub_errors(where: str) -> Iterator[None]:
+    """Turn the errors of `datasets` about a name or about contents into a UserError.
+
+    Rows are decoded while they are read, with the errors that `_parquet_errors` describes. An empty
+    JSON file raises StopIteration.
+    """
+    from datasets.exceptions import DatasetsError
+
+    try:
+        yield
+    except StopIteration:
+        raise UserError(f"{where}: a file has no rows") from None
+    except (OSError, ValueError, RuntimeError, OverflowError, LookupError, DatasetsError) as error:
+        reason = error.__cause__ or error  # else it is only that an error occurred
+        raise UserError(f"{where}: {_first_line(reason)}") from None
+
+
+def _check_exact(value: Any, where: str) -> None:
+    """Refuse a number with lost digits: `datasets` reads JSON integers above 64 bits as floats."""
+    if isinstance(value, float) and value.is_integer() and abs(value) >= 2**53:
+        raise UserError(f"{where} = {value!r} may have lost digits; store long numbers as text")
 
 
 _READERS: dict[str, Callable[[Path, Columns], Iterator[Row]]] = {
