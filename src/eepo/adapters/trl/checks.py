@@ -30,8 +30,6 @@ def _check_rollout(trainer: Any) -> None:
 
 def _check_model(trainer: Any) -> None:
     model = trainer.model
-    if hasattr(model, "peft_config") and trainer.beta != 0.0:
-        raise UserError(f"beta must be 0 with a PEFT model, got {trainer.beta}")
     for name, weight in model.named_parameters():
         if weight.requires_grad and weight.dtype != torch.float32:
             raise UserError(

@@ -30,6 +30,7 @@ from eepo.adapters.trl.batches import (
 from eepo.adapters.trl.checks import check_trainer
 from eepo.adapters.trl.complements import add_complements
 from eepo.adapters.trl.config import EEPOConfig
+from eepo.adapters.trl.reference_pass import is_reference_pass
 from eepo.adapters.weights import reshard, stashed_gradients, trial_steps, unlearned_in_place
 from eepo.algorithm import (
     SearchResult,
@@ -390,9 +391,10 @@ class EEPOTrainer(GRPOTrainer):
         its completions would be zeroed. So this is also done for full credit, whose denominators
         are set after the comparison.
         """
-        if self._rollout_logprobs is not None and model is self.model:
+        rollout = self._rollout_logprobs
+        if rollout is not None and model is self.model and not is_reference_pass(model):
             shape = attention_mask[:, -logits_to_keep:].shape
-            return pad_rows(self._rollout_logprobs, shape), None, None
+            return pad_rows(rollout, shape), None, None
         return super()._get_per_token_logps_and_entropies(
             model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
         )
