@@ -327,6 +327,12 @@ def reproduce(
             "--dry-run", help="Only print runs, estimated hours, memory, disk and downloads."
         ),
     ] = False,
+    commands: Annotated[
+        bool,
+        typer.Option(
+            "--commands", help="Only print the command of every run that is left and can start."
+        ),
+    ] = False,
     results: Annotated[
         bool, typer.Option("--results", help="Only write the results of the runs that are done.")
     ] = False,
@@ -342,6 +348,9 @@ def reproduce(
         for one in planned:
             for line in Estimate(one).lines():
                 progress.print(line)
+        return
+    if commands:
+        print("\n".join(line for one in planned for line in reproduction.left_commands(one)))
         return
     if results:
         for one in planned:
@@ -378,7 +387,9 @@ def grade(
     out: Annotated[
         Path | None, typer.Option("--out", help="Output file; default: the standard output.")
     ] = None,
-    reward: Annotated[str, typer.Option(help="math, exact, or your module:function.")] = "math",
+    reward: Annotated[
+        str, typer.Option(help="math, guess_or_reason, exact, or your module:function.")
+    ] = "math",
     workers: Annotated[
         int, typer.Option(min=0, max=256, help="Processes; 0: one per core, at most 8.")
     ] = 0,

@@ -100,6 +100,9 @@ def test_a_table_is_trained_and_written_and_later_mistakes_lose_nothing(
     drawn = sorted(path.name for path in (out / "figures").iterdir())
     assert drawn == ["figure2.png", "figure6.png", "figure7.png", "figure8.png"]
 
+    (command,) = reproduce.left_commands(plan(out, methods=("grpo", "eepo")))
+    assert command.startswith("eepo train countdown/grpo+paper/eepo --out ")
+    assert "--set training.seed=0" in command
     before = contents(out)
     with pytest.raises(UserError, match="give the same options again, or another --out") as error:
         run(plan(out, "training.learning_rate=1e-5", methods=("grpo",)))
@@ -129,6 +132,16 @@ def test_a_model_that_does_not_exist_is_found_before_the_first_run(
     with pytest.raises(UserError, match="no/such"):
         run(plan(tmp_path / "out", model="/no/such/model"))
     assert not (tmp_path / "out").exists()
+
+
+def test_if_all_runs_fail_the_failures_are_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = Outcome(4, failed={"report/base seed 0": "ended by SIGKILL"})
+    monkeypatch.setattr(reproduce, "run_in_processes", lambda *_: failed)
+    progress = Progress(Console(file=io.StringIO()))
+    assert reproduce.reproduce([plan(tmp_path / "out")], 1, progress) == [failed]
+    assert not (tmp_path / "out" / "reproduction.md").exists()
 
 
 def words(out: Path, *options: str) -> list[str]:

@@ -13,11 +13,13 @@ from pathlib import Path
 
 from eepo.evaluation.options import option_name
 from eepo.experiments.draft import PLAN
-from eepo.experiments.plan import Selection
+from eepo.experiments.folder_lock import locked_folder
+from eepo.experiments.plan import REPORT, Selection
 from eepo.experiments.reproduce_options import ReproduceOptions
 from eepo.experiments.reproduce_plan import Reproduction
 from eepo.experiments.reproduce_results import write_results
-from eepo.experiments.runner import Outcome, make_schedule, run_in_processes
+from eepo.experiments.runner import Outcome, make_schedule, prepare, run_in_processes
+from eepo.experiments.status import command_lines
 from eepo.experiments.toml_tables import dump_tables
 from eepo.model import loading
 from eepo.rewards import build_reward
@@ -39,9 +41,21 @@ def reproduce(
         title = f"paper/{reproduction.target.name}"
         experiment = reproduction.experiment()
         outcomes.append(run_in_processes(experiment, Selection(), num_jobs, progress, title))
-        if experiment.done(*experiment.plan.phases):
+        if experiment.done(REPORT):
             report(reproduction, progress)
     return outcomes
+
+
+def left_commands(reproduction: Reproduction) -> list[str]:
+    """Return a training command for every run that is left and can start, to run it elsewhere.
+
+    Runs that were trained so are recorded first: they may choose the values of others.
+    """
+    _write_plan(reproduction)
+    experiment = reproduction.experiment()
+    with locked_folder(experiment.out):
+        prepare(experiment, Selection())
+    return list(command_lines(experiment, Selection()))
 
 
 def check(reproduction: Reproduction) -> None:
