@@ -114,6 +114,27 @@ def _model(config: RunConfig) -> Iterator[Setting]:
     yield f"{model}.path", config.model.path
     yield f"{model}.trust_remote_code", config.model.trust_remote_code
     yield f"{model}.enable_gradient_checkpointing", config.model.gradient_checkpointing
+    if config.model.lora_rank:
+        yield from _lora(config)
+
+
+def _lora(config: RunConfig) -> Iterator[Setting]:
+    """Use verl's own LoRA, which works with one stage.
+
+    In verl, θ′ reaches the rollout through the state dict of the sharded model. verl's merged push
+    of an adapter does not read it.
+    """
+    if config.algorithm.num_stages > 1:
+        raise UserError(
+            f"model.lora_rank = {config.model.lora_rank} cannot be exported to verl with "
+            f"algorithm.num_stages = {config.algorithm.num_stages}; allowed: lora_rank = 0, or "
+            "num_stages = 1"
+        )
+    model, alpha = "actor_rollout_ref.model", config.model.lora_alpha
+    yield f"{model}.lora_rank", config.model.lora_rank
+    yield f"{model}.lora_alpha", int(alpha) if alpha.is_integer() else alpha
+    yield f"{model}.target_modules", list(config.model.lora_targets) or "all-linear"
+    yield "actor_rollout_ref.rollout.load_format", "safetensors"  # vLLM loads the base itself
 
 
 def _actor(config: RunConfig, longest: int) -> Iterator[Setting]:
