@@ -94,7 +94,11 @@ def test_a_dry_run_says_what_does_not_fit_and_what_is_extrapolated(tmp_path: Pat
     assert "one 141 GB GPU needs --recipe paper/qwen3-8b-base+paper/one-141gb" in eight[-3]
     small = lines("table3", tmp_path, methods=methods, recipe="paper/qwen3-8b-base+one-141gb")
     assert "fits on one 141 GB GPU" in small[-3]
-    assert "too much for one GPU" in lines("table4", tmp_path)[-3]
+    fourteen = lines("table4", tmp_path)
+    assert "on one H200, if the model fitted on it; expect " in fourteen[-4]
+    assert "too much for one GPU" in fourteen[-3]
+    values = "\n".join(lines("hyperparameters", tmp_path))
+    assert "group_size = 4, 16, 32 (the paper's text names 16; ours: 4, 32)" in values
 
 
 def test_a_small_policy_has_no_estimated_hours(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from eepo.config import DatasetConfig, RunConfig
 from eepo.experiments.experiment import Experiment
 from eepo.experiments.plan import TUNE, Selection
 from eepo.experiments.reproduce_plan import Reproduction
-from eepo.experiments.reproduce_targets import BASELINES
+from eepo.experiments.reproduce_targets import BASELINES, Baseline
 from eepo.experiments.runner import make_schedule
 from eepo.experiments.schedule import Slot
 from eepo.experiments.step_time import run_seconds
@@ -108,7 +108,7 @@ class Estimate:
             knob = self.experiment.plan.methods[cost.method].tuned_knob.partition(".")[2]
             values = f", {knob} = {', '.join(cost.values)}"
             if baseline := BASELINES.get(cost.method):
-                values += f" ({baseline.origin})"
+                values += f" ({_origin(baseline, cost.values)})"
         return f"{cost.phase} {cost.method}: {runs}{hours}{values}"
 
     def _hours_text(self, costs: list[MethodCost]) -> str:
@@ -118,8 +118,10 @@ class Estimate:
         left = sum(cost.seconds * cost.num_left / cost.num_runs for cost in costs) / 3600
         rest = f", {left:,.0f} of them left" if left < 0.99 * hours else ""
         measured = "extrapolated from" if self.shape.num_parameters > 4e9 else "based on"
+        size = _training_bytes(self.shape, self.reproduction.config)
+        fitted = "" if size <= max(GPU_MEMORY.values()) else ", if the model fitted on it"
         return (
-            f"about {hours:,.0f} on one H200{rest}; expect {hours / UNCERTAINTY:,.0f} to "
+            f"about {hours:,.0f} on one H200{fitted}{rest}; expect {hours / UNCERTAINTY:,.0f} to "
             f"{hours * UNCERTAINTY:,.0f}: {measured} measured steps of 0.5B to 3B models, with "
             f"completions of {MEAN_LENGTH:,} tokens on average (assumed)"
         )
@@ -164,6 +166,12 @@ class Estimate:
 
     def _seconds(self, config: RunConfig) -> float:
         return run_seconds(self.shape, config, num_problems(config), MEAN_LENGTH)
+
+
+def _origin(baseline: Baseline, values: tuple[str, ...]) -> str:
+    """Say which values the paper names and which are ours."""
+    ours = [value for value in baseline.more_values if value in values]
+    return f"{baseline.origin}; ours: {', '.join(ours)}" if ours else baseline.origin
 
 
 def slot_config(experiment: Experiment, slot: Slot, value: str) -> RunConfig:
