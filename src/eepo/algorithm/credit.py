@@ -62,10 +62,10 @@ def old_logprobs(
 ) -> list[OldLogprobs]:
     """Return the denominators of every mini-batch. Call this before the first update.
 
-    Full credit needs θ's log-probabilities of stage 2, `engine_ratio_cap` those of stage 1. For the
-    first mini-batch they are those of the update's own pass. For later ones θ has changed by then,
-    so they are scored here, in one pass without gradient. Completions without advantage are
-    skipped: they do not enter the loss, except the penalty of KL-Cov.
+    Full credit needs θ's log-probabilities of stage 2, `engine_ratio_cap` and KL-Cov those of
+    stage 1. For the first mini-batch they are those of the update's own pass. For later ones θ has
+    changed by then, so they are scored here, in one pass without gradient. Completions without
+    advantage are skipped: they do not enter the loss, except the penalty of KL-Cov.
     """
     return [
         _old_logprobs(policy, rollout, rows, options, is_first=number == 0)
@@ -78,10 +78,12 @@ def _old_logprobs(
 ) -> OldLogprobs:
     pairs = rollout.pairs(rows)
     sampled: list[Sequence[float]] = [completion.logprobs for _, completion in pairs]
-    corrects, gives_full = options.engine_ratio_cap != "off", options.credit == "full"
-    if not corrects and not gives_full:
+    # The penalty of KL-Cov would follow the sign of rounding differences between engine and policy.
+    rescores = options.engine_ratio_cap != "off" or options.loss == "kl_cov"
+    gives_full = options.credit == "full"
+    if not rescores and not gives_full:
         return OldLogprobs(sampled, [False] * len(pairs))
-    by_column = [corrects if from_policy else gives_full for from_policy in rollout.from_policy]
+    by_column = [rescores if from_policy else gives_full for from_policy in rollout.from_policy]
     is_replaced = by_column * len(rows)
     if is_first:
         return OldLogprobs(sampled, is_replaced, sampled)

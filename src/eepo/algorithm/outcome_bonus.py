@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eepo.config import AlgorithmConfig
-from eepo.types import Rollout, Verdict
+from eepo.types import Prompt, Rollout, Verdict
 
 MAX_PROMPTS = 100_000  # older ones are forgotten: tasks with new prompts in every step never end
 
@@ -25,39 +25,37 @@ class AnswerHistory:
 
     def __init__(self, options: AlgorithmConfig) -> None:
         self._weight = options.outcome_bonus
-        self._counts: dict[str, Counter[str]] = {}  # prompt id -> digest of an answer -> count
+        # digest of a prompt -> digest of an answer -> count. Ids of prompts contain the epoch.
+        self._counts: dict[str, Counter[str]] = {}
 
     def bonus(self, rollout: Rollout) -> list[list[float]] | None:  # [Q][G]
         """Count the answers of this step, and return the weighted bonus; None if it is off."""
         if not self._weight:
             return None
         for prompt, verdicts in zip(rollout.prompts, rollout.verdicts, strict=True):
-            self._count(prompt.id, verdicts)
+            self._count(_digest(prompt.text), verdicts)
         pairs = zip(rollout.prompts, rollout.verdicts, strict=True)
         return [
-            [self._weight * value for value in centred_bonus(self._times(prompt.id, verdicts))]
+            [self._weight * value for value in centred_bonus(self._times(prompt, verdicts))]
             for prompt, verdicts in pairs
         ]
 
-    def _count(self, prompt_id: str, verdicts: Sequence[Verdict]) -> None:
-        counts = self._counts.pop(prompt_id, Counter())  # the newest prompts are at the end
+    def _count(self, key: str, verdicts: Sequence[Verdict]) -> None:
+        counts = self._counts.pop(key, Counter())  # the newest prompts are at the end
         counts.update(_digest(v.answer) for v in verdicts if v.answer is not None)
-        self._counts[prompt_id] = counts
+        self._counts[key] = counts
         if len(self._counts) > MAX_PROMPTS:
             del self._counts[next(iter(self._counts))]
 
-    def _times(self, prompt_id: str, verdicts: Sequence[Verdict]) -> list[int]:
+    def _times(self, prompt: Prompt, verdicts: Sequence[Verdict]) -> list[int]:
         """Return how often each answer was given; 0 for no answer."""
-        counts = self._counts[prompt_id]
+        counts = self._counts[_digest(prompt.text)]
         return [0 if v.answer is None else counts[_digest(v.answer)] for v in verdicts]
 
     def state(self) -> dict[str, Any]:
         """Return what a resumed run needs."""
-        return (
-            {"answers": {key: dict(value) for key, value in self._counts.items()}}
-            if self._weight
-            else {}
-        )
+        answers = {key: dict(counts) for key, counts in self._counts.items()}
+        return {"answers": answers} if self._weight else {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._counts = {key: Counter(value) for key, value in state.get("answers", {}).items()}
@@ -70,6 +68,6 @@ def centred_bonus(times: Sequence[int]) -> list[float]:  # [G] -> [G]
     return [0.0 if len(set(values)) == 1 else value - mean for value in values]
 
 
-def _digest(answer: str) -> str:
-    """Shorten an answer: a model may write very long ones."""
-    return hashlib.sha256(answer.encode("utf-8", "replace")).hexdigest()[:16]
+def _digest(text: str) -> str:
+    """Shorten a prompt or an answer: a model may write very long ones."""
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]

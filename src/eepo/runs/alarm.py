@@ -48,7 +48,7 @@ ADVICE = {
     ),
     "mismatch_kl_above": (
         "they round differently: use the same rollout.dtype and model.compute_dtype, "
-        "or float32 for both"
+        "or float32 for both, or add +engine_correction to the recipe"
     ),
     "rewarded_ratio_below": (
         'its successes hardly reach the update; algorithm.credit = "full" counts them in full'

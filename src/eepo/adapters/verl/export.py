@@ -21,6 +21,14 @@ ALLOWED: AllowedValues = {
     "reward.name": ("auto", "math", "exact"),
     "algorithm.advantage_baseline": ("group",),
     "algorithm.loss_normalisation": ("mini_batch",),  # verl's token-mean
+    # Methods of docs/methods.md. verl has some of them, under keys of its own.
+    "algorithm.advantage": ("grpo",),
+    "algorithm.loss": ("grpo",),
+    "algorithm.success_weight": (1.0,),
+    "algorithm.outcome_bonus": (0.0,),
+    "algorithm.dynamic_sampling": (0,),
+    "algorithm.entropy_target": ("off",),
+    "algorithm.engine_ratio_cap": ("off",),
 }
 ALLOWED_WITHOUT_GATE: AllowedValues = {"algorithm.stage2_negative_advantages": (True,)}
 FILES = {  # shell variables, for a command without exported data
