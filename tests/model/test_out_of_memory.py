@@ -61,6 +61,15 @@ def test_the_amount_on_a_gpu_is_named() -> None:
     assert failures == ["out of memory (tried to allocate 2.50 GiB)"]
 
 
+def test_an_error_that_follows_from_a_lack_of_memory_is_recognised() -> None:
+    with caught() as failures:
+        try:
+            raise torch.cuda.OutOfMemoryError(GPU)
+        finally:  # as the end of the capture of a CUDA graph does
+            raise RuntimeError("CUDA error: operation failed due to a previous error")
+    assert failures == ["out of memory (tried to allocate 2.50 GiB)"]
+
+
 def test_other_errors_are_raised() -> None:
     with pytest.raises(RuntimeError, match="shape"), caught():
         raise RuntimeError("shape mismatch")

@@ -16,15 +16,29 @@ _AMOUNT = re.compile(r"tried to allocate (\d+(?:\.\d+)? \w+)", re.IGNORECASE)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` means that a device or the operating system has no memory left."""
+    """Return whether `error` means that a device or the operating system has no memory left.
+
+    Or whether it was raised because of such an error: after one, the capture of a CUDA graph ends
+    with another error.
+    """
+    return _find(error) is not None
+
+
+def describe(error: BaseException) -> str:
+    """Return `out of memory`, with the amount if the error names it."""
+    amount = _AMOUNT.search(str(_find(error) or error))
+    return f"out of memory (tried to allocate {amount.group(1)})" if amount else "out of memory"
+
+
+def _find(error: BaseException | None) -> BaseException | None:
+    while error is not None and not _means_no_memory(error):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _means_no_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError):
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError | ImportError) and bool(_MESSAGES.search(str(error)))
-
-
-def describe(error: BaseException) -> str:
-    """Return `out of memory`, with the amount if the error names it."""
-    amount = _AMOUNT.search(str(error))
-    return f"out of memory (tried to allocate {amount.group(1)})" if amount else "out of memory"

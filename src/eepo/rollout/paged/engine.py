@@ -34,7 +34,7 @@ from eepo.rollout.paged.scheduler import (
 )
 from eepo.rollout.randomness import row_key
 from eepo.rollout.transformers import TransformersEngine
-from eepo.types import Completion, Prompt, Sampling, UserError
+from eepo.types import Completion, Prompt, Sampling
 
 log = logging.getLogger(__name__)
 
@@ -196,13 +196,9 @@ class PagedEngine(TransformersEngine):
                 return DecodeBuffers(
                     self.cache, self.end_tokens, self.graphs, sizes, num_pages, kept
                 )
-            except torch.cuda.OutOfMemoryError as error:
-                if num_pages == minimum:
-                    raise UserError(
-                        f"not even one completion of max_new_tokens = {sizes.max_new_tokens} fits "
-                        "into the GPU's free memory; reduce max_new_tokens or free memory "
-                        "(eepo doctor suggests knobs)"
-                    ) from error
+            except torch.cuda.OutOfMemoryError:
+                if num_pages == minimum:  # not even one completion fits; the caller names the knob
+                    raise
                 num_pages = max(minimum, num_pages // 2)
 
     def _free_buffers(self) -> None:
