@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,28 @@ def test_a_dry_run_says_what_does_not_fit_and_what_is_extrapolated(tmp_path: Pat
     assert "too much for one GPU" in fourteen[-3]
     values = "\n".join(lines("hyperparameters", tmp_path))
     assert "group_size = 4, 16, 32 (the paper's text names 16; ours: 4, 32)" in values
+
+
+def test_finished_runs_correct_the_hours(tmp_path: Path) -> None:
+    """A run that took twice its estimate doubles all hours."""
+    options: dict[str, Any] = {"methods": ("grpo", "eepo"), "keep_weights": "none"}
+    (one,) = plan_reproductions(ReproduceOptions("table1", **options), tmp_path)
+    before = {cost.method: cost.seconds for cost in Estimate(one).methods()}
+    config = one.config
+    step = step_seconds(QWEN_3B, config, Lengths(1000, 4096), 150)
+    line = {
+        "regime": "", "method": "grpo", "value": "", "seed": 0, "evaluations": [], "metrics": [],
+        "seconds": 2 * config.training.num_steps * step, "knobs": [],
+    }  # fmt: skip
+    (tmp_path / "report.jsonl").write_text(json.dumps(line) + "\n")
+    (again,) = plan_reproductions(ReproduceOptions("table1", **options), tmp_path)
+    estimate = Estimate(again)
+    after = {cost.method: cost.seconds for cost in estimate.methods()}
+    assert after == pytest.approx({method: 2 * seconds for method, seconds in before.items()})
+    left = (after["base"] + after["eepo"]) / 3600
+    shown = list(estimate.lines())
+    assert shown[0].startswith("paper/table1: 3 runs, 1 done")
+    assert f"{left:,.1f} of them left, by the training time of the runs that are done" in shown[-4]
 
 
 def test_a_small_policy_has_no_estimated_hours(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from eepo.experiments.reproduce_plan import Reproduction
 from eepo.experiments.reproduce_targets import BASELINES, Baseline
 from eepo.experiments.runner import make_schedule
 from eepo.experiments.schedule import Slot
-from eepo.experiments.step_time import run_seconds
+from eepo.experiments.step_time import NUM_PROMPT_TOKENS, Lengths, run_seconds, step_seconds
 from eepo.model import loading, memory
 from eepo.model.memory import Shape
 from eepo.tasks.benchmarks import BENCHMARKS
@@ -68,6 +68,7 @@ class Estimate:
         self.schedule = make_schedule(self.experiment, Selection())
         self.shape = model_shape(reproduction.config)
         self.on_gpu = _on_gpu(reproduction.config, self.shape)
+        self.factor = self._measured_factor()
 
     def methods(self) -> list[MethodCost]:
         costs: dict[tuple[str, str], list[MethodCost]] = {}
@@ -116,12 +117,16 @@ class Estimate:
         if not hours:
             return "unknown: no rate was measured for this model on a CPU"
         left = sum(cost.seconds * cost.num_left / cost.num_runs for cost in costs) / 3600
-        rest = f", {left:,.0f} of them left" if left < 0.99 * hours else ""
+        if self.factor:
+            return (
+                f"about {hours:,.1f}, {left:,.1f} of them left, by the training time of the runs "
+                "that are done"
+            )
         measured = "extrapolated from" if self.shape.num_parameters > 4e9 else "based on"
         size = _training_bytes(self.shape, self.reproduction.config)
         fitted = "" if size <= max(GPU_MEMORY.values()) else ", if the model fitted on it"
         return (
-            f"about {hours:,.0f} on one H200{fitted}{rest}; expect {hours / UNCERTAINTY:,.0f} to "
+            f"about {hours:,.0f} on one H200{fitted}; expect {hours / UNCERTAINTY:,.0f} to "
             f"{hours * UNCERTAINTY:,.0f}: {measured} measured steps of 0.5B to 3B models, with "
             f"completions of {MEAN_LENGTH:,} tokens on average (assumed)"
         )
@@ -157,7 +162,7 @@ class Estimate:
         every = bool(points) and (slot.phase == TUNE or slot.method.every_value)
         values = points if every else points[:1] or [""]
         configs = [slot_config(self.experiment, slot, value) for value in values]
-        seconds = sum(self._seconds(config) for config in configs) if self.on_gpu else 0.0
+        seconds = sum(map(self._seconds, configs))
         done = [run for run in self.schedule.done if run.phase == slot.phase]
         num_done = sum((run.method, run.seed) == (name, slot.seed) for run in done)
         num_runs = len(values)
@@ -165,7 +170,26 @@ class Estimate:
         return MethodCost(name, slot.phase, num_runs, num_runs - num_done, seconds, shown)
 
     def _seconds(self, config: RunConfig) -> float:
-        return run_seconds(self.shape, config, num_problems(config), MEAN_LENGTH)
+        """Return the time of a run, scaled by that of finished runs; 0 if it is unknown."""
+        factor = self.factor or float(self.on_gpu)
+        return factor * run_seconds(self.shape, config, num_problems(config), MEAN_LENGTH)
+
+    def _measured_factor(self) -> float | None:
+        """Return how many times the estimate the steps of finished runs took; None without one.
+
+        This corrects for the device and for the length of completions.
+        """
+        measured = estimated = 0.0
+        for run in self.schedule.done:
+            line, config = self.experiment.line(run), self.experiment.config(run)
+            if line is None or not line["seconds"]:
+                continue
+            limit = config.algorithm.max_new_tokens
+            lengths = Lengths(min(MEAN_LENGTH, limit), limit)
+            step = step_seconds(self.shape, config, lengths, NUM_PROMPT_TOKENS)
+            measured += line["seconds"]
+            estimated += config.training.num_steps * step
+        return measured / estimated if estimated else None
 
 
 def _origin(baseline: Baseline, values: tuple[str, ...]) -> str:
@@ -205,7 +229,7 @@ def downloads(config: RunConfig) -> list[str]:
     """Name the model and the data sets that come from the hub."""
     found = []
     path, task = config.model.path, config.task
-    is_local = ":" in path or os.path.isdir(os.path.expanduser(path))
+    is_local = ":" in path or os.path.exists(os.path.expanduser(path))
     if not is_local:
         size = 2 * model_shape(config).num_parameters
         found.append(f"{path} ({memory.format_bytes(size)})")

@@ -165,8 +165,8 @@ def _base_recipe(target: Target, options: ReproduceOptions) -> str:
 def _knobs(options: ReproduceOptions) -> list[str]:
     knobs = [f"evaluation.num_samples={options.samples}"]
     if options.model:
-        folder = os.path.expanduser(options.model)
-        path = os.path.abspath(folder) if os.path.isdir(folder) else options.model
+        local = os.path.expanduser(options.model)
+        path = os.path.abspath(local) if os.path.exists(local) else options.model
         knobs.append(f"model.path={json.dumps(path)}")
     if options.data_dir:
         knobs += _data_knobs(options.data_dir)
