@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -66,3 +67,20 @@ def test_the_few_rows_benchmark_times_products_attention_and_a_step(
     assert "tiny, 2 rows of 70 tokens, not compiled" in printed
     assert "tiny, 3 rows of 70 tokens" in printed
     assert "| aten::mm |" in printed
+
+
+def test_the_prompts_benchmark_counts_guesses_and_reasoning(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    rows = [{"problem": f"{i} + 1 = {i + 1} :", "answer": str(i + 1)} for i in range(9)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # The small policy has no chat template.
+    script = runpy.run_path(str(FOLDER / "prompts.py"))
+    script["PROMPTS"]["only"] = "{problem}"
+    options = f"--model builtin:countdown --train sums.jsonl --data-dir {tmp_path} --prompts only"
+    sizes = f"--examples 0 --problems 4 --samples 2 --max-new-tokens 4 --out {tmp_path / 'out'}"
+    script["main"](script["parser"]().parse_args(f"{options} {sizes} --device cpu".split()))
+    assert "| only | 0 | 0.0000" in capsys.readouterr().out
+    counts = json.loads((tmp_path / "out").read_text())
+    assert counts["num_completions"] == 8
+    assert counts["num_reason"] == 0

@@ -163,7 +163,10 @@ class DatasetConfig:
     template: str = knob(
         "boxed",
         "boxed: an instruction for base models. chat: the model's chat template. "
-        "Or a text with {problem}.",
+        "Or a text with {problem}; after chat: it is the user message.",
+    )
+    num_examples: int = knob(
+        0, "Training problems with bare answers before each problem.", least=0, most=64
     )
     max_prompt_tokens: int = knob(1024, "Skip and count longer prompts.", least=1)
 
@@ -188,8 +191,8 @@ class RewardConfig:
 
     name: str = knob(
         "auto",
-        "auto: the task's grader. Or math, exact, countdown, shortcut, reasoning_gym or "
-        "module:function.",
+        "auto: the task's grader. Or math, guess_or_reason, exact, countdown, shortcut, "
+        "reasoning_gym or module:function.",
     )
     num_workers: int = knob(0, "Grading processes. 0: one per core, at most 8.", least=0, most=256)
     cpu_seconds: float = knob(

@@ -340,8 +340,8 @@ def _wait_for_end(pid: int) -> None:
     [
         (
             "nothing",
-            "must be one of auto, countdown, exact, shortcut, math, reasoning_gym, "
-            "or module:function",
+            "must be one of auto, countdown, exact, shortcut, math, guess_or_reason, "
+            "reasoning_gym, or module:function",
         ),
         ("no_such_module:grade", "no module no_such_module"),
         ("os:", "module:function"),
@@ -369,7 +369,8 @@ def test_a_function_that_a_star_import_may_provide_is_accepted(pool: Pool, tmp_p
 
 @pytest.mark.parametrize("name", ["countdown", "reasoning_gym", "auto", "nothing"])
 def test_text_graders_are_math_exact_and_user_functions(name: str) -> None:
-    with pytest.raises(UserError, match=f"--reward {name} must be math, exact or module:function"):
+    allowed = "math, guess_or_reason, exact or module:function"
+    with pytest.raises(UserError, match=f"--reward {name} must be {allowed}"):
         build_grader(RewardConfig(name=name))
     assert isinstance(build_grader(RewardConfig(name="exact")), ExactReward)
 

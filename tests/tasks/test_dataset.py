@@ -215,3 +215,25 @@ def test_more_held_out_problems_than_training_problems_are_an_error(
     message = "task.num_held_out = 10 must be less than the 10 problems"
     with pytest.raises(UserError, match=message):
         Dataset(replace(config, num_held_out=10), plain)
+
+
+def test_examples_with_bare_answers_come_before_every_problem(
+    config: DatasetConfig, plain: Any
+) -> None:
+    task = Dataset(replace(config, num_examples=2), plain)
+    texts = [prompt.text for prompt in task.training_prompts(0, 8)]
+    evaluated = [prompt.text for prompt in task.evaluation_sets()["amc23"]]
+    parts = [text.split("\n\n") for text in texts + evaluated]
+    assert {tuple(part[:2]) for part in parts} == {tuple(parts[0][:2])}
+    assert all("\\boxed{" in example for example in parts[0][:2])
+    assert [part[2] for part in parts][-1] == "What is 70 - 1?"
+    assert task.num_train == 8
+    shown = [example.replace("?", "?|").split("|")[0] for example in parts[0][:2]]
+    assert not set(shown) & {part[2] for part in parts}
+    other = Dataset(replace(config, num_examples=2), plain, 7).training_prompts(0, 1)[0].text
+    assert other.split("\n\n")[:2] == parts[0][:2]
+
+
+def test_more_examples_than_problems_are_refused(config: DatasetConfig, plain: Any) -> None:
+    with pytest.raises(UserError, match=r"task\.num_examples = 10 must be less than the 10"):
+        Dataset(replace(config, num_examples=10), plain)

@@ -52,3 +52,23 @@ def test_only_the_problem_is_replaced_in_a_users_template(
     template = r"{problem}|{answer}|{}|\boxed{...}|{{x}}"
     text, _ = render(TRICKY, template, byte_tokenizer())
     assert text == TRICKY + r"|{answer}|{}|\boxed{...}|{{x}}"
+
+
+def test_a_chat_message_can_be_written_by_the_user(byte_tokenizer: Callable[..., Any]) -> None:
+    template = "chat:{problem}\n\nReply with only \\boxed{}."
+    text, _ = render(TRICKY, template, byte_tokenizer())
+    assert text == f"<bos><user>{TRICKY}\n\nReply with only \\boxed{{}}.<eos><assistant>"
+
+
+def test_examples_are_earlier_turns_of_a_chat(byte_tokenizer: Callable[..., Any]) -> None:
+    examples = [("1+1?", "\\boxed{2}"), ("2+2?", "\\boxed{4}")]
+    text, token_ids = render("3+3?", "chat:Q {problem}", byte_tokenizer(), examples)
+    turns = "<user>Q 1+1?<eos><assistant>\\boxed{2}<eos><user>Q 2+2?<eos><assistant>\\boxed{4}<eos>"
+    assert text == f"<bos>{turns}<user>Q 3+3?<eos><assistant>"
+    assert token_ids.count(0) == 1
+
+
+def test_examples_come_first_in_a_plain_prompt(byte_tokenizer: Callable[..., Any]) -> None:
+    text, token_ids = render("3+3?", "Q {problem} A ", byte_tokenizer(), [("1+1?", "\\boxed{2}")])
+    assert text == "Q 1+1? A \\boxed{2}\n\nQ 3+3? A "
+    assert token_ids.count(0) == 1

@@ -161,4 +161,5 @@ def _row(
         "reward": verdict.reward,
         "answer": verdict.answer,
         "reason": verdict.reason,
+        **({"label": verdict.label} if verdict.label else {}),
     }

@@ -68,7 +68,9 @@ class BenchmarkOptions:
         None, help="Also end a completion at this text; default: the run's, else none."
     )
     reward: str | None = option(
-        None, help="The grader: math, exact or module:function; default: the run's, else math."
+        None,
+        help="The grader: math, guess_or_reason, exact or module:function; default: the run's, "
+        "else math.",
     )
     max_rows: int | None = option(
         None, min=1, help="Completions sampled at the same time; default: the run's, else 128."

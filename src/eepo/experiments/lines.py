@@ -27,6 +27,7 @@ KEPT_METRICS = re.compile(
 )
 LINE_KEYS = ("regime", "method", "value", "seed", "seconds", "evaluations", "metrics", "knobs")
 MAX_ROWS = 30  # of metrics
+STAGE_1_LABEL = "stage1/label/"
 BENCHMARKS = "benchmarks"  # folder of a run's benchmark evaluation
 
 
@@ -43,6 +44,7 @@ def summarize_run(folder: Path) -> Line:
         "num_steps": len(metrics),
         "steps_to_50": steps_to_reward(metrics, 0.5),
         "steps_to_90": steps_to_reward(metrics, 0.9),
+        **steps_to_half(metrics),
         "seconds": round(sum(row["seconds/total"] for row in metrics), 1),
         "evaluations": evaluations + _benchmark_rows(folder, len(metrics)),
         "metrics": [
@@ -53,9 +55,26 @@ def summarize_run(folder: Path) -> Line:
 
 def steps_to_reward(rows: Sequence[dict[str, Any]], reward: float, window: int = 5) -> int | None:
     """Return the first step at which the mean stage-1 reward of the last steps exceeds `reward`."""
-    values = [row.get("stage1/reward", 0.0) for row in rows]
+    return _first_step_above([row.get("stage1/reward", 0.0) for row in rows], reward, window)
+
+
+def steps_to_half(rows: Sequence[dict[str, Any]], window: int = 5) -> dict[str, Any]:
+    """Return when half of the stage-1 completions have each label: the step, and the seconds.
+
+    Runs whose grader gives no labels have nothing to return.
+    """
+    names = sorted({name for row in rows for name in row if name.startswith(STAGE_1_LABEL)})
+    found: dict[str, Any] = {}
+    for name in names:
+        step = _first_step_above([row.get(name, 0.0) for row in rows], 0.5, window)
+        seconds = round(sum(row["seconds/total"] for row in rows[:step]), 1) if step else None
+        found[name.removeprefix(STAGE_1_LABEL)] = {"step": step, "seconds": seconds}
+    return {"steps_to_half": found} if found else {}
+
+
+def _first_step_above(values: Sequence[float], limit: float, window: int) -> int | None:
     for end in range(window, len(values) + 1):
-        if statistics.fmean(values[end - window : end]) > reward:
+        if statistics.fmean(values[end - window : end]) > limit:
             return end
     return None
 

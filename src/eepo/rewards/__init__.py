@@ -37,9 +37,13 @@ IN_PROCESS: dict[str, type[Reward]] = {
     "shortcut": ShortcutReward,
 }
 # reward name → the function that the grading processes call
-POOLED = {"math": "eepo.rewards.math:grade", "reasoning_gym": "eepo.rewards.reasoning_gym:grade"}
+POOLED = {
+    "math": "eepo.rewards.math:grade",
+    "guess_or_reason": "eepo.rewards.guess_or_reason:grade",
+    "reasoning_gym": "eepo.rewards.reasoning_gym:grade",
+}
 # Rewards whose gold answer is plain text.
-TEXT_REWARDS = ("math", "exact")
+TEXT_REWARDS = ("math", "guess_or_reason", "exact")
 
 
 def build_reward(config: RewardConfig, task: TaskConfig) -> Reward:

@@ -11,14 +11,19 @@ from eepo.tasks.benchmarks import BENCHMARKS, load_benchmark
 from eepo.tasks.order import shuffled_index
 from eepo.tasks.overlap import find_overlap
 from eepo.tasks.problems import Columns, Problem, read_problems, short_name, split_at_mark
-from eepo.tasks.templates import render
+from eepo.tasks.templates import Example, render
 from eepo.types import Demonstration, Prompt, UserError
 
 IN_DISTRIBUTION = "in_distribution"  # the evaluation set of held-out training problems
+EXAMPLES = "examples"  # selects the solved examples in the prompt
 
 
 def make_prompts(
-    problems: Sequence[Problem], template: str, tokenizer: Any, max_prompt_tokens: int
+    problems: Sequence[Problem],
+    template: str,
+    tokenizer: Any,
+    max_prompt_tokens: int,
+    examples: Sequence[Example] = (),
 ) -> tuple[list[Prompt], int]:
     """Return the prompts of at most `max_prompt_tokens` tokens, and how many were longer.
 
@@ -26,7 +31,7 @@ def make_prompts(
     """
     prompts = []
     for problem in problems:
-        text, token_ids = render(problem.text, template, tokenizer)
+        text, token_ids = render(problem.text, template, tokenizer, examples)
         if len(token_ids) <= max_prompt_tokens:
             prompts.append(Prompt(problem.id, text, token_ids, problem.answer))
     return prompts, len(problems) - len(prompts)
@@ -49,6 +54,7 @@ class Dataset:
             raise UserError("task.train is empty; give a file or a hub data set")
         self._columns = Columns(config.problem_column, config.answer_column, config.level_column)
         train, held_out = self._hold_out(self._read_train())
+        train, self._examples = self._take_examples(train)
         self._prompts = self._prompts_within_limit(
             train, f"training set {short_name(config.train)}"
         )
@@ -133,6 +139,26 @@ class Dataset:
             )
         return [problem for problem in train if problem.id not in repeated], held_out
 
+    def _take_examples(self, problems: list[Problem]) -> tuple[list[Problem], list[Example]]:
+        """Split into training problems and the examples that every prompt starts with.
+
+        The examples show the bare answer. All seeds of a run have the same.
+        """
+        number, total = self.config.num_examples, len(problems)
+        if not number:
+            return problems, []
+        if number >= total:
+            raise UserError(
+                f"task.num_examples = {number} must be less than the {total} training problems of "
+                f"task.train = {self.config.train!r}"
+            )
+        chosen = [shuffled_index(position, total, EXAMPLES)[1] for position in range(number)]
+        examples = [
+            (problems[index].text, f"\\boxed{{{problems[index].answer}}}") for index in chosen
+        ]
+        train = [problem for index, problem in enumerate(problems) if index not in chosen]
+        return train, examples
+
     def _read_evaluation(self, train: Sequence[Problem]) -> None:
         config, sets = self.config, self._evaluation
         for source in config.evaluation:
@@ -150,7 +176,9 @@ class Dataset:
 
     def _prompts_within_limit(self, problems: Sequence[Problem], set_name: str) -> list[Prompt]:
         limit = self.config.max_prompt_tokens
-        prompts, num_left_out = make_prompts(problems, self.config.template, self.tokenizer, limit)
+        prompts, num_left_out = make_prompts(
+            problems, self.config.template, self.tokenizer, limit, self._examples
+        )
         if not prompts:
             raise UserError(
                 f"{set_name}: all {num_left_out} prompts are longer than "

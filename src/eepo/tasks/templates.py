@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from eepo.types import UserError
 
 INSTRUCTION = "Think it through step by step, then write the final answer within \\boxed{}."
 BOXED = f"Solve the following problem. {INSTRUCTION}\n\nProblem:\n{{problem}}\n\nSolution:\n"
+CHAT = "chat:"  # a template that starts with it is the text of a user message
+
+Example = tuple[str, str]  # a problem, and the completion that the model should see for it
 
 
-def render(problem_text: str, template: str, tokenizer: Any) -> tuple[str, tuple[int, ...]]:
+def render(
+    problem_text: str, template: str, tokenizer: Any, examples: Sequence[Example] = ()
+) -> tuple[str, tuple[int, ...]]:
     """Return the text and the token ids of the prompt.
 
     `template` is "boxed" (plain text, for base models), "chat" (the model's chat template), or a
-    text in which {problem} is replaced.
+    text in which {problem} is replaced. If that text starts with "chat:", the rest is the user
+    message in the model's chat template. `examples` come before the problem, in the same form.
     """
-    if template == "chat":
-        text = _chat(problem_text, tokenizer)
+    if template == "chat" or template.startswith(CHAT):
+        text = _chat(problem_text, template, tokenizer, examples)
         add_special_tokens = False  # the chat template contains them, including BOS
     else:
-        text = (BOXED if template == "boxed" else template).replace("{problem}", problem_text)
+        form = BOXED if template == "boxed" else template
+        solved = [_fill(form, problem) + completion for problem, completion in examples]
+        text = "\n\n".join([*solved, _fill(form, problem_text)])
         has_bos = tokenizer.bos_token and text.startswith(tokenizer.bos_token)
         add_special_tokens = not has_bos  # never two BOS tokens
     # verbose=False suppresses the warning about long prompts: the caller drops and counts them.
@@ -28,12 +37,21 @@ def render(problem_text: str, template: str, tokenizer: Any) -> tuple[str, tuple
     return text, tuple(encoding.input_ids)
 
 
-def _chat(problem_text: str, tokenizer: Any) -> str:
+def _chat(problem_text: str, template: str, tokenizer: Any, examples: Sequence[Example]) -> str:
     if not tokenizer.chat_template:
         raise UserError(
             'task.template = "chat": the model\'s tokenizer has no chat template; '
             'use "boxed" or a text with {problem}'
         )
-    message = {"role": "user", "content": f"{problem_text}\n\n{INSTRUCTION}"}
-    text: str = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+    form = f"{{problem}}\n\n{INSTRUCTION}" if template == "chat" else template.removeprefix(CHAT)
+    messages = []
+    for problem, completion in examples:
+        messages.append({"role": "user", "content": _fill(form, problem)})
+        messages.append({"role": "assistant", "content": completion})
+    messages.append({"role": "user", "content": _fill(form, problem_text)})
+    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return text
+
+
+def _fill(form: str, problem_text: str) -> str:
+    return form.replace("{problem}", problem_text)
