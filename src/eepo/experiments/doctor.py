@@ -19,7 +19,7 @@ import torch
 from eepo import recipe
 from eepo.algorithm import group_advantages
 from eepo.config import CountdownConfig, DatasetConfig, RunConfig, ShortcutConfig, SumsConfig
-from eepo.model import loading, memory
+from eepo.model import loading, lora, memory
 from eepo.protocols import Reward, Task
 from eepo.rewards import build_reward
 from eepo.rollout import vllm
@@ -232,24 +232,36 @@ def check_prompt(context: Context) -> Iterator[Finding]:
 
 @check("model")
 def check_model(context: Context) -> Iterable[Finding]:
-    context.shape = memory.shape_of(*loading.load_shape(context.config.model))
+    shape = memory.shape_of(*loading.load_shape(context.config.model))
+    context.shape = lora.with_adapter(shape, context.config.model)
     return ()
 
 
 @check("precision", needs=("model", "device"))
 def check_precision(context: Context) -> Iterator[Finding]:
     """Show the size and the dtypes of the model; warn if training and sampling dtypes differ."""
+    lora.check(context.config, context.device)
     millions = context.shape.num_parameters / 1e6
     dtype = str(context.rollout_dtype).removeprefix("torch.")
     yield Finding(
         "ok",
         "model",
         f"{context.config.model.path}: {millions:,.1f} million parameters on {context.device}, "
-        f"trained in float32, sampled in {dtype}",
+        f"{_trained_in(context)}, sampled in {dtype}",
     )
     if mismatch := loading.dtype_mismatch(context.config, context.device):
         advice = "set rollout.dtype and model.compute_dtype to the same dtype"
         yield Finding("warn", "precision", mismatch, advice)
+
+
+def _trained_in(context: Context) -> str:
+    if not context.config.model.lora_rank:
+        return "trained in float32"
+    base = loading.pick_dtype(context.config.model.compute_dtype, context.device)
+    return (
+        f"an adapter of {context.shape.num_trained / 1e6:,.1f} million parameters trained in "
+        f"float32 on a base in {str(base).removeprefix('torch.')}"
+    )
 
 
 @check("length", needs=("model",))
@@ -306,12 +318,27 @@ def advise_memory(budget: memory.Budget) -> str:
     knobs = budget.memory_saving_knobs()
     if knobs is not None:
         return _settings(knobs)
+    if advice := _advise_lora(budget):
+        return advice
     choice = budget.smaller_optimizer()
     if choice is None:
-        return "a smaller model, a larger device, or algorithm.kl_coef = 0 (no reference model)"
+        if budget.config.model.lora_rank:
+            return "a smaller model, or a larger device"
+        return (
+            "a smaller model, a larger device, model.lora_rank = 16 (train an adapter), or "
+            "algorithm.kl_coef = 0 (no reference model)"
+        )
     optimizer, knobs = choice
     others = f", and {_settings(knobs)}" if knobs else ""
     return f'training.optimizer = "{optimizer}" (rounds its moments: results may differ){others}'
+
+
+def _advise_lora(budget: memory.Budget) -> str:
+    """Propose to share the base weights, if that is enough."""
+    if not budget.config.model.lora_rank or not budget.config.rollout.merge_lora:
+        return ""
+    knobs = budget.with_knob("rollout", "merge_lora", False).memory_saving_knobs()
+    return _settings({"rollout.merge_lora": False} | knobs) if knobs is not None else ""
 
 
 def _sizes(sizes: dict[str, int]) -> str:

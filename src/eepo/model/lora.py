@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 from eepo.config import ModelConfig, RolloutConfig, RunConfig
 from eepo.model import loading
 from eepo.model.compilation import decoder_layers
+from eepo.model.memory import Shape
 from eepo.types import UserError
 
 ADAPTER = "default"  # peft's name for the only adapter
@@ -27,14 +28,6 @@ KNOWN_TARGETS = (
     *("qkv_proj", "gate_up_proj", "dense", "fc1", "fc2", "c_fc", "c_proj"),
     *("query_key_value", "dense_h_to_4h", "dense_4h_to_h"),
 )
-
-
-@dataclass(frozen=True)
-class AdapterSizes:
-    """Counts parameters."""
-
-    adapter: int
-    outside_layers: int  # base weights outside the decoder layers: embedding, head, last norm
 
 
 def check(config: RunConfig, device: torch.device) -> None:
@@ -121,11 +114,13 @@ def _linear_names(layers: Sequence[nn.Module]) -> list[str]:
     return list(names)
 
 
-def adapter_sizes(config: ModelConfig) -> AdapterSizes | None:
-    """Count the adapter's parameters without loading the model; None without LoRA."""
-    if not config.lora_rank:
-        return None
-    model = loading.meta_model(config)
+def with_adapter(shape: Shape, config: ModelConfig) -> Shape:
+    """Add the sizes of an adapter to a model's shape, without loading the model."""
+    return add_sizes(shape, loading.meta_model(config), config) if config.lora_rank else shape
+
+
+def add_sizes(shape: Shape, model: Any, config: ModelConfig) -> Shape:
+    """Add the sizes of an adapter of `model`, which may be meta, to its shape."""
     names, layers = target_names(model, config), decoder_layers(model)
     adapter = sum(
         config.lora_rank * (module.in_features + module.out_features)
@@ -134,7 +129,8 @@ def adapter_sizes(config: ModelConfig) -> AdapterSizes | None:
         if isinstance(module, nn.Linear) and path.split(".")[-1] in names
     )
     inside = sum(weight.numel() for layer in layers for weight in layer.parameters())
-    return AdapterSizes(adapter, sum(w.numel() for w in model.parameters()) - inside)
+    outside = shape.num_parameters - inside
+    return replace(shape, num_adapter_parameters=adapter, num_outside_layers=outside)
 
 
 def add_adapter(model: Any, config: ModelConfig, seed: int) -> None:

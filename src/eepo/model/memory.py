@@ -43,6 +43,12 @@ class Shape:
     head_dim: int
     vocab_size: int
     max_positions: int | None  # None: no limit
+    num_adapter_parameters: int = 0  # of LoRA; 0: all parameters are trained
+    num_outside_layers: int = 0  # with LoRA: parameters of embedding, head and last norm
+
+    @property
+    def num_trained(self) -> int:
+        return self.num_adapter_parameters or self.num_parameters
 
 
 @dataclass(frozen=True)
@@ -83,16 +89,18 @@ class Budget:
     free: int
 
     def estimate(self) -> MemoryEstimate:
-        weights = FP32_BYTES * self.shape.num_parameters
         persistent = {
-            "policy": weights,
+            "policy": self._policy_bytes(),
             "optimizer": optimizer_bytes(self.shape, self.config),
-            "rollout copy": self.rollout_dtype.itemsize * self.shape.num_parameters,
+            "rollout copy": self.rollout_dtype.itemsize * self._num_copied(),
         }
-        if self.config.algorithm.kl_coef > 0:
-            persistent["reference"] = weights // 2 if self._trains_in_bf16 else weights
+        # With LoRA the reference is the base, which is there already.
+        if self.config.algorithm.kl_coef > 0 and not self._is_lora:
+            persistent["reference"] = self._product_bytes * self.shape.num_parameters
         # Unlearning needs as much as the update: gradients and the activations of a micro-batch.
-        phases = {"sampling": self._sampling_bytes(), "update": weights + self._activation_bytes()}
+        gradients = FP32_BYTES * self.shape.num_trained
+        update = gradients + self._activation_bytes()
+        phases = {"sampling": self._sampling_bytes(), "update": update}
         kv_cache = self._rows * self._kv_bytes_per_row if self.cuda else 0
         return MemoryEstimate(persistent, phases, kv_cache)
 
@@ -154,6 +162,30 @@ class Budget:
         return self._row_tokens * values_per_token * self.rollout_dtype.itemsize
 
     @property
+    def _is_lora(self) -> bool:
+        return self.shape.num_adapter_parameters > 0
+
+    def _policy_bytes(self) -> int:
+        """Return the bytes of fp32 weights; with LoRA, of the base and the fp32 adapter."""
+        if not self._is_lora:
+            return FP32_BYTES * self.shape.num_parameters
+        base = self._product_bytes * self.shape.num_parameters
+        return base + FP32_BYTES * self.shape.num_adapter_parameters
+
+    def _num_copied(self) -> int:
+        """Return how many weights the engine has for itself."""
+        if not self._is_lora:
+            return self.shape.num_parameters
+        if not self.config.rollout.merge_lora:
+            return self.shape.num_adapter_parameters
+        is_shared = self.rollout_dtype.itemsize == self._product_bytes
+        return self.shape.num_parameters - (self.shape.num_outside_layers if is_shared else 0)
+
+    @property
+    def _product_bytes(self) -> int:
+        return BF16_BYTES if self._trains_in_bf16 else FP32_BYTES
+
+    @property
     def _trains_in_bf16(self) -> bool:
         dtype = self.config.model.compute_dtype
         return dtype == "bfloat16" or (self.cuda and dtype == "auto")
@@ -172,10 +204,10 @@ class Budget:
         if model.gradient_checkpointing:
             per_token = shape.num_layers * FP32_BYTES * shape.hidden_size + layer
             # Matrices are cast to bf16 one at a time. The LM head is the largest.
-            cast_weights = shape.vocab_size * shape.hidden_size
+            cast_weights = 0 if self._is_lora else shape.vocab_size * shape.hidden_size
         else:
             per_token = shape.num_layers * layer
-            cast_weights = shape.num_parameters
+            cast_weights = shape.num_trained  # a base in bf16 is not cast
         logit_bytes = CUDA_LOGIT_BYTES if self.cuda and bf16 else LOGIT_BYTES
         tokens = self._micro_batch_tokens()
         # Only completion tokens have logits.
@@ -192,7 +224,7 @@ class Budget:
     def _layer_bytes_per_token(self) -> int:
         hidden, intermediate = self.shape.hidden_size, self.shape.intermediate_size
         # The dtype of matrix products. Norms and the residual stream stay in fp32.
-        product_bytes = BF16_BYTES if self._trains_in_bf16 else FP32_BYTES
+        product_bytes = self._product_bytes
         if self.cuda and should_compile(self.config.model.compile, self.shape.num_parameters):
             # A compiled layer recomputes norms and activations in the backward pass.
             values = 9 * hidden // 2 + 3 * intermediate
@@ -232,14 +264,15 @@ def cache_bytes(shape: Shape, config: RunConfig, rollout_dtype: torch.dtype, fre
 
 
 def optimizer_bytes(shape: Shape, config: RunConfig) -> int:
-    return int(MOMENT_BYTES[config.training.optimizer] * shape.num_parameters)
+    return int(MOMENT_BYTES[config.training.optimizer] * shape.num_trained)
 
 
 def checkpoint_bytes(shape: Shape, config: RunConfig) -> int:
     """Return the disk space of all kept checkpoints, of the next one and of the final weights."""
-    weights = FP32_BYTES * shape.num_parameters
+    trained = FP32_BYTES * shape.num_trained
     num_checkpoints = config.training.keep_checkpoints + 1
-    return (weights + optimizer_bytes(shape, config)) * num_checkpoints + weights
+    final = FP32_BYTES * (shape.num_parameters + shape.num_adapter_parameters)
+    return (trained + optimizer_bytes(shape, config)) * num_checkpoints + final
 
 
 def next_change(config: RunConfig, phase: str) -> tuple[str, str, Any] | None:
