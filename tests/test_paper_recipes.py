@@ -80,7 +80,7 @@ def test_the_tables_above_list_every_recipe() -> None:
     shipped = {
         path.stem for folder in recipe.recipe_folders() for path in folder.glob("paper/*.toml")
     }
-    assert shipped == {"math", *MODELS, *METHODS, *(gpu for _, gpu in GPUS)}
+    assert shipped == {"math", "lora", *MODELS, *METHODS, *(gpu for _, gpu in GPUS)}
 
 
 @every_combination
@@ -123,6 +123,23 @@ def test_a_gpu_recipe_saves_memory_and_changes_nothing_else(
     assert estimate.kv_cache / 4 < left
     plain_estimate = memory.Budget(shape, plain, 1024, torch.bfloat16, True, gpu_memory).estimate()
     assert plain_estimate.total > 0.85 * gpu_memory
+
+
+@pytest.mark.parametrize("method", ["grpo", "eepo"])
+def test_lora_trains_8b_on_48_gb_and_3b_on_24_gb(method: str) -> None:
+    sizes = {  # parameters of the adapter, and outside the decoder layers
+        "qwen3-8b-base": (GPUS["qwen3-8b-base", "one-141gb"][0], 43_646_976, 1_244_664_832, 48),
+        "qwen2.5-3b": (GPUS["qwen2.5-3b", "one-80gb"][0], 29_933_568, 311_166_976, 24),
+    }
+    for model, (shape, adapter, outside, gigabytes) in sizes.items():
+        config = recipe.load_run(f"paper/{model}+{method}+lora")
+        assert (config.name, config.model.lora_rank) == (method, 16)
+        shape = dataclasses.replace(
+            shape, num_adapter_parameters=adapter, num_outside_layers=outside
+        )
+        budget = memory.Budget(shape, config, 1024, torch.bfloat16, True, gigabytes * 2**30)
+        estimate = budget.estimate()
+        assert 0.5 * budget.free < estimate.total < 0.85 * budget.free
 
 
 @pytest.mark.parametrize("method", METHODS)
