@@ -101,6 +101,14 @@ def test_unsupported_knobs_are_rejected(name: str, override: str, message: str) 
 
 
 @pytest.mark.parametrize(
+    "method", [path.stem for path in sorted((recipe.recipe_folders()[0] / "methods").glob("*.toml"))]
+)
+def test_methods_that_verl_would_not_use_are_rejected(method: str) -> None:
+    with pytest.raises(UserError, match="cannot be exported to verl"):
+        list(overrides(recipe.load_run(f"paper/qwen2.5-3b+eepo+{method}")))
+
+
+@pytest.mark.parametrize(
     ("name", "credit", "bypass_mode"),
     [("eepo", "importance", True), ("eepo", "full", False), ("grpo", "full", True)],
 )
