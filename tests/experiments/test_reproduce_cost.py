@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def test_a_dry_run_lists_runs_hours_memory_disk_and_downloads(tmp_path: Path) ->
     assert shown[1].endswith(" h, temperature = 1.2, 1.5 (the paper's text names 1.2 and 1.5)")
     text = "\n".join(shown)
     assert "(ours: 0.28 is DAPO's value; the paper names none)" in text
-    assert "  report base: 1 run, 0." in text
+    assert re.search(r"  report base: 1 run, \d+\.\d min\n", text)
     hours, memory, disk, hub = shown[-4:]
     assert "on one H200; expect " in hours
     assert "based on measured steps" in hours
@@ -121,7 +122,7 @@ def test_finished_runs_correct_the_hours(tmp_path: Path) -> None:
     left = (after["base"] + after["eepo"]) / 3600
     shown = list(estimate.lines())
     assert shown[0].startswith("paper/table1: 3 runs, 1 done")
-    assert f"{left:,.1f} of them left, by the training time of the runs that are done" in shown[-4]
+    assert f"{left:,.1f} h of them left, by the training time of the runs that are" in shown[-4]
 
 
 def test_a_small_policy_has_no_estimated_hours(tmp_path: Path) -> None:

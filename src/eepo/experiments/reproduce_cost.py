@@ -103,7 +103,7 @@ class Estimate:
 
     def _method_line(self, cost: MethodCost) -> str:
         runs = "1 run" if cost.num_runs == 1 else f"{cost.num_runs} runs"
-        hours = f", {cost.seconds / 3600:,.1f} h" if cost.seconds else ""
+        hours = f", {_duration(cost.seconds)}" if cost.seconds else ""
         values = ""
         if cost.values:
             knob = self.experiment.plan.methods[cost.method].tuned_knob.partition(".")[2]
@@ -119,8 +119,8 @@ class Estimate:
         left = sum(cost.seconds * cost.num_left / cost.num_runs for cost in costs) / 3600
         if self.factor:
             return (
-                f"about {hours:,.1f}, {left:,.1f} of them left, by the training time of the runs "
-                "that are done"
+                f"about {_duration(3600 * hours)}, {_duration(3600 * left)} of them left, by the "
+                "training time of the runs that are done"
             )
         measured = "extrapolated from" if self.shape.num_parameters > 4e9 else "based on"
         size = _training_bytes(self.shape, self.reproduction.config)
@@ -190,6 +190,10 @@ class Estimate:
             measured += line["seconds"]
             estimated += config.training.num_steps * step
         return measured / estimated if estimated else None
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 3600:,.1f} h" if seconds >= 1800 else f"{seconds / 60:,.1f} min"
 
 
 def _origin(baseline: Baseline, values: tuple[str, ...]) -> str:

@@ -25,7 +25,7 @@ class ReproduceOptions:
         parse=split_names,
         help="Only these methods, separated by commas, and those that they need; default: all.",
     )
-    seeds: int = option(1, min=1, max=1000, help="Seeds of every reported method.")
+    seeds: int = option(1, min=1, max=100, help="Seeds of every reported method.")
     tune_seeds: int = option(
         1,
         min=0,

@@ -132,7 +132,7 @@ TABLES: dict[str, PaperTable] = {
         ),
         PaperTable(
             name="on_variants",
-            title="Table 5: EEPO on top of variants of GRPO",
+            title="Table 5",
             model="Qwen2.5-3B",
             sets=(),
             labels=VARIANT_LABELS,

@@ -104,7 +104,7 @@ def page_text(contents: PageContents) -> str:
     parts += ["## Times\n", *_times(contents.runs)]
     parts += [
         "## What the paper leaves open\n",
-        "These are the choices of the shipped recipes. The settings above show what was changed.\n",
+        "These are the choices of the recipes `paper/*`. The settings above show what was used.\n",
         *_rows(("what", "our choice", "why"), CHOICES),
     ]
     return "\n".join(parts)
