@@ -22,12 +22,15 @@ NAMES = (
     "num_attention_heads",
     "num_key_value_heads",
 )
-SHAPES = {  # Qwen2.5's, and a tiny one to test the scripts
+SHAPES = {  # Qwen2.5's up to 3B, Qwen3's above, and a tiny one to test the scripts
     "tiny": dict(zip(NAMES, (64, 128, 2, 4, 2), strict=True)),
     "0.5B": dict(zip(NAMES, (896, 4864, 24, 14, 2), strict=True)),
     "1.5B": dict(zip(NAMES, (1536, 8960, 28, 12, 2), strict=True)),
     "3B": dict(zip(NAMES, (2048, 11008, 36, 16, 2), strict=True)),
+    "8B": dict(zip(NAMES, (4096, 12288, 36, 32, 8), strict=True)),
+    "14B": dict(zip(NAMES, (5120, 17408, 40, 40, 8), strict=True)),
 }
+UNTIED = ("8B", "14B")  # the head is not the embedding
 VOCABULARY = 151936
 END = 151643
 
@@ -79,7 +82,7 @@ def config(shape: str) -> Qwen2Config:
         max_position_embeddings=32768,
         rope_theta=1e6,
         rms_norm_eps=1e-6,
-        tie_word_embeddings=True,
+        tie_word_embeddings=shape not in UNTIED,
         eos_token_id=END,
         pad_token_id=END,
         bos_token_id=None,

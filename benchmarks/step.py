@@ -94,13 +94,14 @@ def trl(
 ) -> list[dict[str, float]]:
     """Time pairs of optimizer steps of TRL: a generation has two, as ours.
 
-    `knobs` select EEPO or another way to sample.
+    `knobs` select EEPO, another way to sample or an adapter.
     """
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
+    adapter = knobs.pop("peft_config", None)
     config, trainer_class = GRPOConfig, GRPOTrainer
     if "gate" in knobs:
         from eepo.adapters.trl import EEPOConfig, EEPOTrainer
@@ -144,7 +145,7 @@ def trl(
     )  # fmt: skip
     trainer = trainer_class(
         model=model, args=options, processing_class=tokenizer, callbacks=[Clock()],
-        train_dataset=Dataset.from_dict({"prompt": texts}),
+        train_dataset=Dataset.from_dict({"prompt": texts}), peft_config=adapter,
         reward_funcs=lambda completions, **_: [float(lots.random() < 0.5) for _ in completions],
     )  # fmt: skip
     started = time.perf_counter()

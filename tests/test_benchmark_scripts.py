@@ -84,3 +84,23 @@ def test_the_prompts_benchmark_counts_guesses_and_reasoning(
     counts = json.loads((tmp_path / "out").read_text())
     assert counts["num_completions"] == 8
     assert counts["num_reason"] == 0
+
+
+@pytest.mark.slow
+def test_the_lora_benchmark_runs_every_kind_of_case(monkeypatch: Any, capsys: Any) -> None:
+    pytest.importorskip("peft", reason="peft is not installed")
+    sizes = "--prompts 2 --new 3 --prompt 5 --warm 0 --repeats 1 --rows 8 --tokens 64"
+    cases = "tiny full;tiny merged;tiny shared eepo 24"
+    run("lora.py", [*sizes.split(), "--cases", cases], monkeypatch)
+    printed = capsys.readouterr().out
+    assert "| tiny full, GRPO |" in printed
+    assert "| tiny merged, GRPO |" in printed
+    assert "| tiny shared, EEPO, 24 GB |" in printed
+
+
+@pytest.mark.slow
+def test_the_lora_benchmark_prints_which_models_fit(monkeypatch: Any, capsys: Any) -> None:
+    run("lora.py", ["--table"], monkeypatch)
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| 8B")]
+    fits = [["yes" in cell for cell in row.split(" | ")[3:]] for row in rows]
+    assert fits == [[False] * 4, [False, True, True, True], [True] * 4]
