@@ -343,11 +343,10 @@ def reproduce(
 
     progress, planned = Progress(), plan_reproductions(options, out)
     if dry_run:
-        from eepo.experiments.reproduce_cost import Estimate
+        from eepo.experiments.reproduce_cost import estimate_lines
 
-        for one in planned:
-            for line in Estimate(one).lines():
-                progress.print(line)
+        for line in estimate_lines(planned):
+            progress.print(line)
         return
     if commands:
         print("\n".join(line for one in planned for line in reproduction.left_commands(one)))

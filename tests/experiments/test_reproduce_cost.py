@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from eepo import recipe
-from eepo.experiments.reproduce_cost import SHAPES, Estimate, downloads, num_problems
+from eepo.experiments.reproduce_cost import (
+    SHAPES,
+    Estimate,
+    downloads,
+    estimate_lines,
+    num_problems,
+)
 from eepo.experiments.reproduce_options import ReproduceOptions
 from eepo.experiments.reproduce_plan import plan_reproductions
 from eepo.experiments.step_time import Lengths, run_seconds, sampling_seconds, step_seconds
@@ -101,6 +107,15 @@ def test_a_dry_run_says_what_does_not_fit_and_what_is_extrapolated(tmp_path: Pat
     assert "too much for one GPU" in fourteen[-3]
     values = "\n".join(lines("hyperparameters", tmp_path))
     assert "group_size = 4, 16, 32 (the paper's text names 16; ours: 4, 32)" in values
+
+
+def test_all_has_a_sum_of_runs_and_hours(tmp_path: Path) -> None:
+    planned = plan_reproductions(ReproduceOptions("paper/all", methods=()), tmp_path)
+    *_, last = estimate_lines(planned)
+    estimates = [cost for one in planned for cost in Estimate(one).methods()]
+    hours = sum(cost.seconds for cost in estimates) / 3600
+    assert last == f"all: 47 runs, about {hours:,.1f} h"
+    assert sum(cost.num_runs for cost in estimates) == 47
 
 
 def test_finished_runs_correct_the_hours(tmp_path: Path) -> None:

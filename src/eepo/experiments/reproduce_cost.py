@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,6 +57,19 @@ class MethodCost:
     num_left: int
     seconds: float  # of all runs; 0 if unknown
     values: tuple[str, ...]  # that are tried; empty: one value
+
+
+def estimate_lines(reproductions: Sequence[Reproduction]) -> Iterator[str]:
+    """Yield the cost of every experiment and, of several, their sum."""
+    num_runs, seconds = 0, 0.0
+    for reproduction in reproductions:
+        estimate = Estimate(reproduction)
+        yield from estimate.lines()
+        costs = estimate.methods()
+        num_runs += sum(cost.num_runs for cost in costs)
+        seconds += sum(cost.seconds for cost in costs)
+    if len(reproductions) > 1:
+        yield f"all: {num_runs} runs, about {_duration(seconds)}"
 
 
 class Estimate:
