@@ -6,7 +6,7 @@
 
 `--table` needs no GPU: it prints the estimate for four models on four GPUs. A case is a shape, then
 `full` (all weights are trained), `merged` (LoRA, the engine has a merged copy) or `shared` (LoRA,
-the engine shares the base). Further words: a number of GB that the process may use, `compiled`,
+the engine shares the base). Further words: a number of GiB that the process may use, `compiled`,
 `eepo` (two stages; otherwise GRPO). `trl` is TRL's GRPOTrainer with PEFT, if TRL is installed. All
 cases have random weights, a KL to the reference and gradient checkpointing.
 """
@@ -41,7 +41,8 @@ from eepo.rollout.fused_linear import compile_fused
 from eepo.types import Sampling
 
 GROUP = step.GROUP
-MODELS, GPUS = ("1.5B", "3B", "8B", "14B"), (24, 48, 80, 141)
+MODELS = ("1.5B", "3B", "8B", "14B")
+GPUS = {"24 GB": 24, "48 GB": 48, "80 GB": 79, "141 GB": 139}  # in GiB
 USABLE = 0.9  # share of a GPU in the table: the rest is for the driver and for fragmentation
 DEFAULT_CASES = (
     "1.5B full compiled",
@@ -219,11 +220,11 @@ def trl_row(case: Case, args: argparse.Namespace, device: torch.device) -> list[
 
 @contextmanager
 def limited(gigabytes: int | None, device: torch.device) -> Iterator[None]:
-    """Let torch allocate at most so many GB, and size the KV cache accordingly."""
+    """Let torch allocate at most so many GiB, and size the KV cache accordingly."""
     if gigabytes is None or device.type != "cuda":
         yield
         return
-    share = min(1.0, gigabytes * 1e9 / torch.cuda.get_device_properties(device).total_memory)
+    share = min(1.0, gigabytes * 2**30 / torch.cuda.get_device_properties(device).total_memory)
     torch.cuda.set_per_process_memory_fraction(share, device)
     os.environ["EEPO_GPU_SHARE"] = str(share)
     try:
@@ -241,16 +242,16 @@ def memory_table(args: argparse.Namespace) -> str:
             config = Case(name, mode, compiled=True).recipe(args)
             config = replace(config, training=TrainingConfig())  # the paper's 128 prompts
             shape = shape_of(name, config.model)
-            cells = [_fit(shape, config, args.prompt, gigabytes) for gigabytes in GPUS]
+            cells = [_fit(shape, config, args.prompt, size) for size in GPUS.values()]
             label = {"full": "all weights", "merged": "LoRA", "shared": "LoRA, shared base"}[mode]
             total = memory.Budget(shape, config, args.prompt, torch.bfloat16, True, 0).estimate()
             rows.append([name, label, f"{total.total / 1e9:.0f} GB", *cells])
-    return shapes.table(["model", "", "estimate", *(f"{size} GB" for size in GPUS)], rows)
+    return shapes.table(["model", "", "estimate", *GPUS], rows)
 
 
-def _fit(shape: memory.Shape, config: RunConfig, prompt_tokens: int, gigabytes: int) -> str:
+def _fit(shape: memory.Shape, config: RunConfig, prompt_tokens: int, gibibytes: int) -> str:
     """Return whether a run fits, and with which changes: "–" if it does not."""
-    free = int(USABLE * gigabytes * 1e9)
+    free = int(USABLE * gibibytes * 2**30)
     budget = memory.Budget(shape, config, prompt_tokens, torch.bfloat16, True, free)
     knobs = budget.memory_saving_knobs()
     if knobs is not None:
