@@ -101,7 +101,8 @@ def test_unsupported_knobs_are_rejected(name: str, override: str, message: str) 
 
 
 @pytest.mark.parametrize(
-    "method", [path.stem for path in sorted((recipe.recipe_folders()[0] / "methods").glob("*.toml"))]
+    "method",
+    [path.stem for path in sorted((recipe.recipe_folders()[0] / "methods").glob("*.toml"))],
 )
 def test_methods_that_verl_would_not_use_are_rejected(method: str) -> None:
     with pytest.raises(UserError, match="cannot be exported to verl"):
