@@ -99,6 +99,7 @@ def plan_tables(
     phases[REPORT] = {"seeds": list(range(options.seeds))}
     compared = [name for name in (GRPO, EEPO) if name in names]
     figures = ("exploration", "pass_at_k") if compared else ()
+    tables = [{"heading": f"paper/{target.name}", "against": GRPO}] if GRPO in names else []
     return {
         "recipe": base,
         "set": list(knobs),
@@ -108,6 +109,7 @@ def plan_tables(
         "start_evaluation": "first",
         "phases": phases,
         "methods": methods,
+        "tables": tables,
         "figures": [{"figure": kind, "methods": compared} for kind in figures],
     }
 

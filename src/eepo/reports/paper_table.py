@@ -157,9 +157,10 @@ def _mean_of(runs: Sequence[Run], sets: Sequence[str], key: str) -> float | None
 
 
 def _notes(table: PaperTable, methods: Methods, sets: Sequence[str], same_sets: bool) -> list[str]:
+    shared = same_sets or set(sets) & set(table.sets)
+    papers = f": ours (in parentheses: the paper's, for {table.model})" if shared else ""
     notes = [
-        f"Greedy pass@1 in percent: ours (in parentheses: the paper's, for {table.model}); "
-        f"brackets: {_brackets(methods)}.",
+        f"Greedy pass@1 in percent{papers}; brackets: {_brackets(methods)}.",
         "Average: over the evaluation sets, with equal weights.",
         "Relative gain of the average: over the method that the row builds on, else over GRPO."
         if not table.sets
