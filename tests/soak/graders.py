@@ -22,6 +22,7 @@ from eepo.types import Prompt, UserError, Verdict
 REWARDS_PER_TRY = 4
 ANSWERS_PER_TRY = 100
 ANSWER_SECONDS = 2.0
+BUSY_TRIES = 4  # more gradings of an answer that took too long; the fastest one counts
 
 
 def try_hostile_answers(workspace: Workspace, rng: random.Random) -> Findings:
@@ -33,8 +34,11 @@ def try_hostile_answers(workspace: Workspace, rng: random.Random) -> Findings:
             reward.append(PooledReward(POOLED["math"], RewardConfig(num_workers=1)))
             grade(reward[0], ("1", "2"))  # the start takes a second
         verdict, seconds = grade(reward[0], pair)
-        if seconds > ANSWER_SECONDS:  # once more: the machine may be busy
-            verdict, seconds = grade(reward[0], pair)
+        for _ in range(BUSY_TRIES):  # the machine may be busy
+            if seconds <= ANSWER_SECONDS:
+                break
+            verdict, again = grade(reward[0], pair)
+            seconds = min(seconds, again)
         if verdict.reward > 0:
             raise Failure("wrong accepts", verdict.reason)
         if seconds > ANSWER_SECONDS:
