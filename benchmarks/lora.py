@@ -254,11 +254,11 @@ def _fit(shape: memory.Shape, config: RunConfig, prompt_tokens: int, gibibytes: 
     free = int(USABLE * gibibytes * 2**30)
     budget = memory.Budget(shape, config, prompt_tokens, torch.bfloat16, True, free)
     knobs = budget.memory_saving_knobs()
-    if knobs is not None:
+    if knobs is not None and "rollout.merge_lora" not in knobs:  # shared is a row of its own
         tokens = knobs.get("model.micro_batch_tokens")
         left = free - budget.estimate().persistent_total
         return f"yes, {tokens} tokens" if tokens else f"yes, {left / 1e9:.0f} GB left"
-    choice = budget.smaller_optimizer()
+    choice = budget.smaller_optimizer() if not config.model.lora_rank else None
     return choice[0] if choice else "–"
 
 

@@ -318,8 +318,6 @@ def advise_memory(budget: memory.Budget) -> str:
     knobs = budget.memory_saving_knobs()
     if knobs is not None:
         return _settings(knobs)
-    if advice := _advise_lora(budget):
-        return advice
     choice = budget.smaller_optimizer()
     if choice is None:
         if budget.config.model.lora_rank:
@@ -331,14 +329,6 @@ def advise_memory(budget: memory.Budget) -> str:
     optimizer, knobs = choice
     others = f", and {_settings(knobs)}" if knobs else ""
     return f'training.optimizer = "{optimizer}" (rounds its moments: results may differ){others}'
-
-
-def _advise_lora(budget: memory.Budget) -> str:
-    """Propose to share the base weights, if that is enough."""
-    if not budget.config.model.lora_rank or not budget.config.rollout.merge_lora:
-        return ""
-    knobs = budget.with_knob("rollout", "merge_lora", False).memory_saving_knobs()
-    return _settings({"rollout.merge_lora": False} | knobs) if knobs is not None else ""
 
 
 def _sizes(sizes: dict[str, int]) -> str:

@@ -281,14 +281,18 @@ def next_change(config: RunConfig, phase: str) -> tuple[str, str, Any] | None:
     `phase` is "sampling" or "update". The change makes the run slower, and may be made when a run
     is resumed. None: no such knob is left.
     """
-    model, max_rows = config.model, config.rollout.max_rows
-    if phase == "sampling":
-        return ("rollout", "max_rows", max_rows // 2) if max_rows >= 2 else None
-    if not model.gradient_checkpointing:
-        return "model", "gradient_checkpointing", True
-    if model.micro_batch_tokens >= 2048:
-        return "model", "micro_batch_tokens", model.micro_batch_tokens // 2
-    return ("model", "head_tokens", model.head_tokens // 2) if model.head_tokens >= 512 else None
+    model, rollout = config.model, config.rollout
+    if phase == "sampling" and rollout.max_rows >= 2:
+        return "rollout", "max_rows", rollout.max_rows // 2
+    if phase == "update":
+        if not model.gradient_checkpointing:
+            return "model", "gradient_checkpointing", True
+        if model.micro_batch_tokens >= 2048:
+            return "model", "micro_batch_tokens", model.micro_batch_tokens // 2
+        if model.head_tokens >= 512:
+            return "model", "head_tokens", model.head_tokens // 2
+    has_copy = model.lora_rank and rollout.merge_lora and rollout.engine == "builtin"
+    return ("rollout", "merge_lora", False) if has_copy else None
 
 
 def gpu_share() -> float:

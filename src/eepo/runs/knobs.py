@@ -20,6 +20,7 @@ FREE_TO_CHANGE = {
     "model.head_tokens",
     "rollout.max_rows",
     "rollout.gpu_memory_share",
+    "rollout.merge_lora",
     "reward.num_workers",
     "reward.wall_seconds",
     "training.num_steps",
