@@ -107,6 +107,8 @@ def test_a_table_is_trained_and_written_and_later_mistakes_lose_nothing(
     with pytest.raises(UserError, match="give the same options again, or another --out") as error:
         run(plan(out, "training.learning_rate=1e-5", methods=("grpo",)))
     assert "learning_rate" in str(error.value)
+    with pytest.raises(UserError, match="give the same options again"):
+        reproduce.left_commands(plan(out, "training.learning_rate=1e-5", methods=("grpo",)))
     with file_size_limit(100), pytest.raises(UserError, match=r"cannot be written \(File too"):
         run(plan(out))
     assert contents(out) == before

@@ -159,6 +159,14 @@ def test_a_training_file_may_have_the_columns_of_the_hub(data: Path) -> None:
     assert (task.problem_column, task.answer_column) == ("question", "gt_answer")
 
 
+def test_a_recipe_with_its_own_training_set_keeps_it(data: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.toml"
+    paper = recipe.find("paper/qwen2.5-3b")
+    own.write_text(f'extends = "{paper}"\n[task]\ntrain = "amc23.jsonl"\n')
+    task: Any = plan("table1", recipe=str(own), data_dir=str(data), methods=("grpo",)).config.task
+    assert task.train == "amc23.jsonl"
+
+
 def test_missing_data_are_one_line(data: Path) -> None:
     (data / "amc23.jsonl").unlink()
     with pytest.raises(UserError, match=r"benchmark amc23: no file in .*; looked for amc23.jsonl"):

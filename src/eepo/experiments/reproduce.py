@@ -51,6 +51,7 @@ def left_commands(reproduction: Reproduction) -> list[str]:
 
     Runs that were trained so are recorded first: they may choose the values of others.
     """
+    check(reproduction)
     _write_plan(reproduction)
     experiment = reproduction.experiment()
     with locked_folder(experiment.out):

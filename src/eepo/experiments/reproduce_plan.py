@@ -29,7 +29,8 @@ from eepo.tasks.files import SUFFIXES, column_names, find_file, short_name
 from eepo.types import UserError
 
 FIRST_TUNE_SEED = 100  # far from the seeds of the report
-# File names of the paper's training set in --data-dir, and its columns on the hub.
+PAPERS_TRAINING_SET = "hkust-nlp/SimpleRL-Zoo-Data:"  # on the hub
+# Its file names in --data-dir, and its columns on the hub.
 TRAIN_STEMS = ("math_lvl3to5_train", "simplelr_qwen_level3to5", "train")
 HUB_COLUMNS, PLAIN_COLUMNS = ("question", "gt_answer"), ("problem", "answer")
 ADVICE = "give the same options again, or another --out"
@@ -73,7 +74,8 @@ def plan_reproductions(options: ReproduceOptions, out: Path) -> list[Reproductio
 def _reproduction(
     target: Target, options: ReproduceOptions, folder: Path, out: Path
 ) -> Reproduction:
-    base, knobs = _base_recipe(target, options), _knobs(options)
+    base = _base_recipe(target, options)
+    knobs = _knobs(options, recipe.load_run(f"{base}+paper/{GRPO}"))
     config = recipe.load_run(f"{base}+paper/{GRPO}", knobs)
     _check_files(config)
     tables = plan_tables(target, options, base, knobs, objective(config))
@@ -164,14 +166,15 @@ def _base_recipe(target: Target, options: ReproduceOptions) -> str:
     return f"{os.path.abspath(first)}{plus}{rest}" if os.path.isfile(first) else base
 
 
-def _knobs(options: ReproduceOptions) -> list[str]:
+def _knobs(options: ReproduceOptions, plain: RunConfig) -> list[str]:
+    """Return the knobs that the options change. `plain` is the recipe without them."""
     knobs = [f"evaluation.num_samples={options.samples}"]
     if options.model:
         local = os.path.expanduser(options.model)
         path = os.path.abspath(local) if os.path.exists(local) else options.model
         knobs.append(f"model.path={json.dumps(path)}")
     if options.data_dir:
-        knobs += _data_knobs(options.data_dir)
+        knobs += _data_knobs(options.data_dir, plain)
     return [*knobs, *(options.overrides or ())]
 
 
@@ -188,15 +191,19 @@ def _check_files(config: RunConfig) -> None:
             load_benchmark(name, task.data_dir)
 
 
-def _data_knobs(data_dir: str) -> list[str]:
-    """Return the knobs that read data from a folder: benchmarks, and the training set if there."""
+def _data_knobs(data_dir: str, plain: RunConfig) -> list[str]:
+    """Return the knobs that read data from a folder: benchmarks, and the paper's training set.
+
+    A recipe with another training set keeps it.
+    """
     folder = Path(os.path.abspath(os.path.expanduser(data_dir)))
     if not folder.is_dir():
         raise UserError(f"--data-dir {data_dir} is no folder")
     knobs = [f"task.data_dir={json.dumps(str(folder))}"]
     files = [folder / f"{stem}{suffix}" for stem in TRAIN_STEMS for suffix in SUFFIXES]
     file = next((file for file in files if file.is_file()), None)
-    if file is None:
+    train = getattr(plain.task, "train", "")
+    if file is None or not train.startswith(PAPERS_TRAINING_SET):
         return knobs
     names = column_names(file)
     columns = HUB_COLUMNS if set(HUB_COLUMNS) <= set(names) else PLAIN_COLUMNS
