@@ -294,12 +294,19 @@ def test_show_counts_runs_and_names_chosen_values(plans: SimpleNamespace, tmp_pa
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_shipped_plans_are_valid_and_fair(path: Path, tmp_path: Path) -> None:
     plan = read_plan(path)
-    first = plan.baseline
-    assert runs(Experiment(plan, tmp_path), phases=("tune",), methods=(first,))
-    seeds = [seed for phase in plan.phases.values() for seed in phase.seeds]
-    assert len(seeds) == len(set(seeds)), "a seed that one phase has used is no evidence in another"
-    assert len(plan.phases["report"].seeds) >= 5
-    assert {len(m.points) for m in plan.methods.values() if m.is_tuned} == {4}, "as many for each"
+    experiment = Experiment(plan, tmp_path)
+    first = next(name for name, method in plan.methods.items() if method.trains)
+    assert runs(experiment, phases=("tune",), methods=(first,)), "the baseline is tuned, too"
+    tuning = set(plan.phases["tune"].seeds)
+    others = [phase for name, phase in plan.phases.items() if name != "tune"]
+    assert not any(tuning & set(phase.seeds) for phase in others), "tuning seeds are no evidence"
+    fewest = 3 if path.stem == "maths" else 5  # its runs take hours
+    assert len(plan.phases["report"].seeds) >= fewest
+    tuned = [m for m in plan.methods.values() if m.is_tuned and m.name != first]
+    assert len({len(method.points) for method in tuned}) == 1, "as many values for each"
+
+
+RECORDED = ("countdown", "shortcut", "smollm2", "smollm2_two_types")
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
@@ -307,12 +314,11 @@ def test_recorded_lines_match_the_shipped_plan(path: Path) -> None:
     """Only the tuning runs of values and methods that were removed are left out."""
     plan = read_plan(path)
     experiment = Experiment(plan, ROOT / "docs" / "results" / path.stem)
+    assert path.stem not in RECORDED or len(experiment.lines("report")) > 20
     for phase in plan.phases:
         lines = experiment.lines(phase)
-        matching = experiment.done(phase)
-        assert len(matching) > 20, phase
         if phase != "tune":
-            assert len(matching) == len(lines), phase
+            assert len(experiment.done(phase)) == len(lines), phase
 
 
 def test_there_are_shipped_plans_and_no_code_next_to_them() -> None:

@@ -203,7 +203,10 @@ class Experiment:
     def record(self, run: Run) -> None:
         """Write the line of a finished run."""
         line = {"regime": run.regime, "method": run.method, "value": run.value, "seed": run.seed}
-        line |= summarize_run(self.folder(run)) | {"knobs": self.knobs(run)}
+        config = self.config(run)
+        completions = config.training.prompts_per_step * config.algorithm.group_size
+        line |= summarize_run(self.folder(run)) | {"completions_per_step": completions}
+        line["knobs"] = self.knobs(run)
         if line != self.line(run):  # a second command writes nothing
             append_line(self.out / f"{run.phase}.jsonl", line)
             self.lines(run.phase).append(line)
@@ -216,7 +219,7 @@ class Experiment:
         folder = self.folder(run)
         if self.line(run) is None or (folder.is_dir() and self.lacks_benchmarks(run)):
             return False
-        if self.plan.keep_weights != "none":
+        if self.plan.keep_weights_in(run.phase) != "none":
             return is_finished(self.config(run), folder)
         recipe_file = folder / "recipe.toml"
         if not recipe_file.is_file() or self.time_baseline(run):
@@ -231,7 +234,8 @@ class Experiment:
         A finished run with deleted checkpoints trains again from step 1, such as for more steps.
         """
         deleted = not (self.folder(run) / CHECKPOINTS).exists()
-        return self.plan.keep_weights != "all" and deleted and self.line(run) is not None
+        keep = self.plan.keep_weights_in(run.phase)
+        return keep != "all" and deleted and self.line(run) is not None
 
     def lacks_benchmarks(self, run: Run) -> bool:
         """Return whether the plan has benchmarks that the run was not evaluated on."""

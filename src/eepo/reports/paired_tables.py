@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from eepo.evaluation.estimates import seed_interval
 from eepo.reports.measures import shown_measures
 from eepo.reports.run_lines import Line, as_run, find_final_value, line_sets
+from eepo.reports.speed_table import HEAD, reaches_reward, speed_cells
 from eepo.reports.tables import display_name
 
 SECONDS = "seconds"
@@ -38,7 +39,7 @@ class TableRow:
 
 
 def regime_tables(regime: str, rows: Sequence[TableRow], others: Sequence[TableRow]) -> list[str]:
-    """Return the tables of one regime: training, and one for each evaluation set.
+    """Return the tables of one regime: training, speed, and one for each evaluation set.
 
     `others` are all rows that `rows` may be compared with. Its first row is the baseline.
     """
@@ -51,6 +52,9 @@ def regime_tables(regime: str, rows: Sequence[TableRow], others: Sequence[TableR
         heads = ["", "seeds", *(TRAINING_COLUMNS[name] for name in columns)]
         cells = [_training_cells(row, columns) for row in trained]
         tables.append(_table(f"{prefix}training", heads, cells))
+    if reaches_reward([line for row in trained for line in row.lines]):
+        cells = [speed_cells(row.title, row.lines) for row in trained]
+        tables.append(_table(f"{prefix}steps to 90 % reward", HEAD, cells))
     measures = _measures(every_line)
     by_title = {row.title: row.lines for row in others}
     for eval_set in line_sets(every_line):
