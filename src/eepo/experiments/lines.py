@@ -33,7 +33,7 @@ BENCHMARKS = "benchmarks"  # folder of a run's benchmark evaluation
 
 def summarize_run(folder: Path) -> Line:
     """Return what a line says about the run in `folder`."""
-    metrics = list(read_records(folder / METRICS))
+    metrics = with_all_labels(list(read_records(folder / METRICS)))
     size = max(1, -(-len(metrics) // MAX_ROWS))
     evaluations = [
         {name: _shorten(value) for name, value in row.items() if name != "problems"}
@@ -102,6 +102,16 @@ def append_line(path: Path, line: Line) -> None:
             if complete < end:
                 file.truncate(complete)
         file.write(json.dumps(line).encode() + b"\n")
+
+
+def with_all_labels(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Set the share of a label to 0 in steps that did not have it, so that means count them."""
+    names = {name for row in rows for name in row if "/label/" in name}
+    filled = []
+    for row in rows:
+        stages = {name.partition("/")[0] for name in row}
+        filled.append({name: 0.0 for name in names if name.partition("/")[0] in stages} | row)
+    return filled
 
 
 def _mean_row(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
