@@ -41,9 +41,12 @@ class OldLogprobs:
         current = batch.pick(self.is_current).bool()[:, None]
         return torch.where(current, scores.logprobs.detach(), logprobs)
 
-    def of_rollout(self, batch: MicroBatch) -> Tensor:  # [B, T]
-        """Return the log-probabilities that the engine reported."""
-        return batch.pad(self.logprobs if self.rollout_logprobs is None else self.rollout_logprobs)
+    def of_rollout(self, batch: MicroBatch, old_logprobs: Tensor) -> Tensor:  # [B, T]
+        """Return the log-probabilities that the engine reported; `old_logprobs` are those of `of`.
+
+        They are the same unless `rollout_logprobs` says otherwise.
+        """
+        return old_logprobs if self.rollout_logprobs is None else batch.pad(self.rollout_logprobs)
 
 
 def engine_weights(

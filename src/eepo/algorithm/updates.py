@@ -66,11 +66,9 @@ class MiniBatch:
         loss, cap = LOSSES[self.options.loss](terms, self.options), self.options.engine_ratio_cap
         if cap == "off":
             return loss
-        corrected, rollout_logprobs = (
-            batch.pick(self.from_policy).bool(),
-            self.old.of_rollout(batch),
-        )
-        weights = engine_weights(terms.old_logprobs, rollout_logprobs, corrected, cap)
+        sampled = self.old.of_rollout(batch, terms.old_logprobs)
+        corrected = batch.pick(self.from_policy).bool()
+        weights = engine_weights(terms.old_logprobs, sampled, corrected, cap)
         return TokenLoss(loss.values * weights, loss.clipped)
 
 
@@ -96,9 +94,8 @@ def accumulate_gradient(
             loss = token_mean(values, batch.mask, weights)
             loss = regularised(loss, scores, reference_logprobs, batch.mask, options, weights)
             (loss * batch.mask.sum() / num_tokens).backward()
-        sampled = mini_batch.old.of_rollout(batch)
-        entropies = scores.entropies
-        metrics.update.record_batch(batch, terms, clipped, entropies, sampled, mini_batch.stages)
+        sampled, stages = mini_batch.old.of_rollout(batch, terms.old_logprobs), mini_batch.stages
+        metrics.update.record_batch(batch, terms, clipped, scores.entropies, sampled, stages)
 
 
 @torch.no_grad()
@@ -109,15 +106,16 @@ def select_tokens(policy: Policy, mini_batch: MiniBatch) -> list[list[bool]]:  #
     clipped: dict[int, Tensor] = {}
     for batch in policy.micro_batches(mini_batch.pairs):
         terms = mini_batch.terms(batch, policy.score(batch, options.temperature), None)
-        outside = grpo_token_loss(terms, options).clipped
-        for index, (row, mask) in enumerate(zip(batch.rows, batch.mask, strict=True)):
-            logprobs[row], clipped[row] = terms.logprobs[index][mask], outside[index][mask]
+        columns = terms.logprobs.cpu(), grpo_token_loss(terms, options).clipped.cpu()
+        for index, row in enumerate(batch.rows):
+            length = len(mini_batch.pairs[row][1].token_ids)
+            logprobs[row], clipped[row] = (column[index, :length] for column in columns)
     rows = range(len(mini_batch.pairs))
     lengths = [len(logprobs[row]) for row in rows]
     advantages = torch.tensor(mini_batch.advantages).repeat_interleave(torch.tensor(lengths))
-    parts = covariances(torch.cat([logprobs[row] for row in rows]).cpu(), advantages)
+    parts = covariances(torch.cat([logprobs[row] for row in rows]), advantages)
     seed = seed_of([completion.token_ids for _, completion in mini_batch.pairs])
-    chosen = selected_tokens(parts, torch.cat([clipped[row] for row in rows]).cpu(), options, seed)
+    chosen = selected_tokens(parts, torch.cat([clipped[row] for row in rows]), options, seed)
     return [part.tolist() for part in chosen.split(lengths)]
 
 
