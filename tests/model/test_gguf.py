@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -299,6 +300,19 @@ def test_models_that_do_not_fit_are_one_line_errors(
     assert "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob("converting-*"))
+
+
+def test_a_full_disk_is_a_one_line_error(write: Any, tmp_path: Path) -> None:
+    path = write(tiny_model("llama"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))  # bytes per file
+    try:
+        with pytest.raises(UserError, match=r"out could not be written: .*File too large") as error:
+            gguf_convert.convert(path, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "\n" not in str(error.value)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model.gguf"]
 
 
 def test_an_unknown_architecture_is_a_one_line_error(

@@ -19,6 +19,7 @@ from eepo.model.gguf_file import check_package, open_gguf
 from eepo.model.gguf_tokenizer import end_token_ids, read_tokenizer, special_token_ids
 from eepo.model.gguf_weights import read_config, write_generation_config, write_weights
 from eepo.runs.checksums import write_checksums
+from eepo.runs.writing import writing
 from eepo.types import UserError, printable
 
 PARTIAL_PREFIX = "converting-"
@@ -105,10 +106,12 @@ def write_model(source: Path, folder: Path) -> None:
     ids = special_token_ids(file, len(tokenizer))
     config.bos_token_id, config.eos_token_id = ids["bos"], ids["eos"]
     config.pad_token_id = ids["pad"]
-    write_weights(file, config, folder)
-    write_generation_config(config, end_token_ids(file, len(tokenizer)), folder)
-    tokenizer.save_pretrained(folder)
-    write_checksums(folder)
+    end_tokens = end_token_ids(file, len(tokenizer))
+    with writing(folder):
+        write_weights(file, config, folder)
+        write_generation_config(config, end_tokens, folder)
+        tokenizer.save_pretrained(folder)
+        write_checksums(folder)
 
 
 def remove_stale_conversions(cache: Path) -> None:
