@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gc
 import hashlib
 import http.client
 import json
@@ -15,11 +16,13 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from eepo.reports import watch
 from eepo.reports.watch import (
@@ -274,6 +277,29 @@ def test_one_thread_draws_for_all_requests(tmp_path: Path, monkeypatch: pytest.M
     assert pages == [b"drawing"] * 3
     assert len(drawing_threads) == 3
     assert len(set(drawing_threads)) == 1
+
+
+def test_figures_are_freed_after_each_drawing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their memory would add up: Python collects cycles of old objects seldom."""
+    figures: list[weakref.ref[Figure]] = []
+
+    def draw(folders: Any, out: Path) -> Path:
+        figure = Figure()
+        figure.add_subplot().plot([1, 2])
+        figures.append(weakref.ref(figure))
+        out.write_text("drawing")
+        return out
+
+    monkeypatch.setattr(watch, "write_report", draw)
+    start_run(tmp_path).append(METRICS, metrics(1))
+    gc.disable()
+    try:
+        LiveReport([tmp_path]).page()
+        assert [figure() for figure in figures] == [None]
+    finally:
+        gc.enable()
 
 
 def test_the_report_is_drawn_only_after_files_changed_and_then_pauses(

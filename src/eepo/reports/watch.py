@@ -10,6 +10,7 @@ browser send requests here under another host name (DNS rebinding), so the Host 
 from __future__ import annotations
 
 import base64
+import gc
 import hashlib
 import json
 import re
@@ -180,6 +181,7 @@ class LiveReport:
             is_paused = self._version and started < self._paused_until
             if version != self._version and not is_paused:
                 page = self._drawer.submit(self._draw).result()
+                gc.collect()  # figures have reference cycles, and Python would collect them late
                 self._page = page.encode("utf-8", errors="replace")
                 self._version = version
                 finished = self.timer()
