@@ -126,7 +126,15 @@ def test_knobs_that_contradict_each_other_are_errors(overrides: list[str], messa
 # --- whole steps
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        # What changes only rewards or prompts is slow: it has GRPO's loss.
+        pytest.param(name, marks=() if "advantage" not in knobs else pytest.mark.slow)
+        for name, knobs in METHODS.items()
+        if name not in ("negative_samples", "outcome_bonus", "dynamic_sampling")
+    ],
+)
 def test_micro_batches_add_up_to_the_whole_mini_batch(
     name: str, build_eepo: Any, sampling: Sampling, demo_prompts: list[Prompt]
 ) -> None:
