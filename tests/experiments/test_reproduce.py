@@ -182,6 +182,8 @@ def test_a_stopped_reproduction_continues_tunes_and_writes_everything(tmp_path: 
     assert sorted(tuned) == [("more_entropy", "1e-3"), ("more_entropy", "1e-4")]
     reported = {line["method"]: line for line in read_records(out / "report.jsonl")}
     assert set(reported) == {"base", "grpo", "more_entropy", "eepo"}
+    assert not list((out / "tune").rglob("*.safetensors")), "weights of tuning are not kept"
+    assert len(list((out / "report").rglob("model.safetensors"))) == 4
     assert reported["base"]["num_steps"] == 0
     assert reported["eepo"]["num_steps"] == 2
 

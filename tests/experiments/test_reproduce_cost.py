@@ -89,7 +89,7 @@ def test_a_dry_run_lists_runs_hours_memory_disk_and_downloads(tmp_path: Path) ->
     assert "on one H200; expect " in hours
     assert "based on measured steps" in hours
     assert "fits on one 80 GB GPU" in memory
-    assert disk.startswith("disk: up to 241.4 GiB: 160.9 GiB for final weights")
+    assert disk.startswith("disk: up to 160.9 GiB: 80.5 GiB for final weights")
     assert "Qwen/Qwen2.5-3B (5.7 GiB); hkust-nlp/SimpleRL-Zoo-Data" in hub
     assert "math-ai/amc23" in hub
     assert not (tmp_path / "out").exists(), "a dry run writes nothing"

@@ -86,6 +86,7 @@ class Phase:
     methods: tuple[str, ...] | Mapping[str, tuple[str, ...]] = ()  # all, a list, or by regime
     regimes: tuple[str, ...] = ()  # empty: all
     knobs: tuple[str, ...] = ()  # of its runs; the knobs of regimes and methods override them
+    keep_weights: str = ""  # instead of the plan's
     recorded: bool = False  # its lines are shown as they are, but it cannot be run
 
     def has(self, regime: str, method: str) -> bool:
@@ -207,6 +208,10 @@ class Plan:
     def tuned_in(self, regime: str, name: str) -> str:
         """Return the regime whose tuning runs choose the value of this method in `regime`."""
         return self.methods[name].tuned_in or self.regimes[regime].tuned_in or regime
+
+    def keep_weights_in(self, phase: str) -> str:
+        """Return what stays of the weights of finished runs."""
+        return self.phases[phase].keep_weights or self.keep_weights
 
     def objective_of(self, name: str) -> tuple[str, ...]:
         return self.methods[name].objective or self.objective

@@ -106,7 +106,7 @@ def _phases(
 def _phase(
     name: str, table: Table, methods: Mapping[str, Method], regimes: Mapping[str, Table]
 ) -> Phase:
-    table.allow("seeds", "methods", "regimes", "set", "recorded")
+    table.allow("seeds", "methods", "regimes", "set", "keep_weights", "recorded")
     recorded = table.flag("recorded", False)
     chosen: Any = {}
     if isinstance(table.values.get("methods"), Mapping):
@@ -121,6 +121,7 @@ def _phase(
         methods=chosen,
         regimes=table.names("regimes", regimes, "regime"),
         knobs=table.texts("set"),
+        keep_weights=table.choice("keep_weights", ("", *KEEP_WEIGHTS), ""),
         recorded=recorded,
     )
 

@@ -13,7 +13,7 @@ import torch
 from eepo import recipe
 from eepo.config import DatasetConfig, RunConfig
 from eepo.experiments.experiment import Experiment
-from eepo.experiments.plan import TUNE, Selection
+from eepo.experiments.plan import REPORT, TUNE, Selection
 from eepo.experiments.reproduce_plan import Reproduction
 from eepo.experiments.reproduce_targets import BASELINES, Baseline
 from eepo.experiments.runner import make_schedule
@@ -111,7 +111,8 @@ class Estimate:
             yield f"  {self._method_line(cost)}"
         yield f"hours: {self._hours_text(costs)}"
         yield f"memory: {self._memory_text(config)}"
-        yield f"disk: {self._disk_text(num_runs)}"
+        reported = sum(cost.num_runs for cost in costs if cost.phase == REPORT)
+        yield f"disk: {self._disk_text(reported)}"
         yield f"downloads: {'; '.join(downloads(config)) or 'none'}"
 
     def _method_line(self, cost: MethodCost) -> str:
@@ -155,11 +156,12 @@ class Estimate:
         base = str(self.reproduction.tables["recipe"])
         return f"{text}: {_gpu_advice(base, config, self.shape)}"
 
-    def _disk_text(self, num_runs: int) -> str:
-        """Return the disk space: final weights of all runs, and checkpoints of the running one."""
+    def _disk_text(self, num_reported: int) -> str:
+        """Return the disk space: final weights, and checkpoints of a running run."""
         config = self.reproduction.config
         weights = memory.FP32_BYTES * self.shape.num_parameters
-        kept = num_runs * weights if self.reproduction.options.keep_weights == "final" else 0
+        keeps = self.reproduction.options.keep_weights == "final"
+        kept = num_reported * weights if keeps else 0
         running = memory.checkpoint_bytes(self.shape, config)
         where = _existing(self.experiment.out)
         text = (

@@ -97,7 +97,8 @@ def plan_tables(
     if any("tune" in table and "every_value" not in table for table in methods.values()):
         seeds = range(FIRST_TUNE_SEED, FIRST_TUNE_SEED + options.tune_seeds)
         # Greedy accuracy chooses the values, so more samples would be wasted.
-        phases[TUNE] = {"seeds": list(seeds), "set": ["evaluation.num_samples=1"]}
+        knobs_of_tuning = ["evaluation.num_samples=1"]
+        phases[TUNE] = {"seeds": list(seeds), "set": knobs_of_tuning, "keep_weights": "none"}
     phases[REPORT] = {"seeds": list(range(options.seeds))}
     compared = [name for name in (GRPO, EEPO) if name in names]
     figures = ("exploration", "pass_at_k") if compared else ()

@@ -160,7 +160,7 @@ def check_folder(experiment: Experiment, run: Run) -> None:
 
 def complete(experiment: Experiment, run: Run) -> None:
     """Record a finished run, and delete the weights that the plan does not keep."""
-    folder, keep = experiment.folder(run), experiment.plan.keep_weights
+    folder, keep = experiment.folder(run), experiment.plan.keep_weights_in(run.phase)
     (folder / FAILED).unlink(missing_ok=True)
     experiment.record(run)
     if keep != "all":
