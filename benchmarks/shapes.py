@@ -97,6 +97,17 @@ def new_model(shape: str, dtype: torch.dtype, device: torch.device) -> Any:
     return model.eval()
 
 
+def sharpen(model: Any, std: float = 6.0) -> None:
+    """Scale the logits of a random model to a standard deviation like that of a trained one.
+
+    Random weights give all tokens the same probability. Then nothing can be unlearned, and the
+    search for the unlearning rate ends at its bounds.
+    """
+    config = model.config
+    with torch.no_grad():
+        model.model.norm.weight.fill_(std / (config.initializer_range * config.hidden_size**0.5))
+
+
 def num_parameters(model: Any) -> int:
     return sum(weight.numel() for weight in model.parameters())
 

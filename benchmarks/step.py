@@ -4,10 +4,11 @@
     python benchmarks/step.py --shape 0.5B --peers "grpo;eepo;eepo 32 full auto exact;trl"
 
 A step has 128 prompts with 8 completions each, two optimizer steps of 64 prompts, and a KL to a
-reference. Every stage-1 completion is unlearned (gate "always"): with random weights the token gate
-would never open. Rewards are random. TRL's trainer gets the same model, batch and (fixed) lengths,
-bf16 weights and no checkpointing. It samples with `generate`, or with vLLM in the same process
-("trl, vllm"). EEPO inside it needs fp32 weights, so there is also a TRL peer with fp32 weights.
+reference. Every stage-1 completion is unlearned (gate "always"). Weights and rewards are random;
+logits are scaled so that tokens have probabilities like those of a trained model. TRL's trainer
+gets the same shape, batch and (fixed) lengths, bf16 weights and no checkpointing. It samples with
+`generate`, or with vLLM in the same process ("trl, vllm"). EEPO inside it needs fp32 weights, so
+there is also a TRL peer with fp32 weights.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ def ours(args: argparse.Namespace, device: torch.device, **options: Any) -> list
     lengths = _lengths(args)
     by_row = {(prompts[place // GROUP].id, place % GROUP): n for place, n in enumerate(lengths)}
     model = shapes.new_model(args.shape, torch.float32, device)
+    shapes.sharpen(model)
     training = ModelConfig(micro_batch_tokens=args.tokens, head_tokens=args.head)
     rollout_model = copy.deepcopy(model).to(torch.bfloat16)
     engine = shapes.FixedLengthEngine(rollout_model, args.rows, by_row, training)
