@@ -219,12 +219,14 @@ def test_every_combination_builds_a_trainer(
     assert prompt.text.startswith("[user]") == (model == "llama-3.2-3b-instruct")
 
 
+@pytest.mark.parametrize("overlay", ["", pytest.param("+lora", marks=pytest.mark.slow)])
 def test_the_papers_eepo_trains_a_step_at_small_sizes(
-    stand_in: Path, problems: Path, tmp_path: Path
+    overlay: str, stand_in: Path, problems: Path, tmp_path: Path
 ) -> None:
     small = ("algorithm.max_new_tokens=6", "training.num_steps=1", "training.prompts_per_step=4")
     quick = ("training.prompts_per_mini_batch=2", "evaluation.num_samples=1", "evaluation.every=0")
-    build("paper/qwen3-8b-base+eepo", tmp_path, stand_in, problems, *small, *quick).run()
+    name = f"paper/qwen3-8b-base+eepo{overlay}"
+    build(name, tmp_path, stand_in, problems, *small, *quick).run()
     sets = [
         json.loads(line)["set"]
         for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()

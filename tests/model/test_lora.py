@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.utils
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from eepo.algorithm.unlearning import changed_share, load_unlearned
 from eepo.config import ModelConfig, RolloutConfig, RunConfig
 from eepo.model import loading, lora, memory
+from eepo.model.compilation import decoder_layers
 from eepo.model.lora_files import LoraWeights, load_adapter, save_adapter, save_shards
 from eepo.model.lora_policy import LoraPolicy
 from eepo.model.policy import Policy
@@ -186,17 +188,26 @@ def test_gradient_checkpointing_gives_the_same_gradient(
 
 
 @pytest.mark.slow
-def test_adapter_layers_compile_to_one_graph(new_model: Callable[..., Any]) -> None:
+def test_a_compiled_layer_scores_alike_without_graph_breaks(
+    new_model: Callable[..., Any], ragged_pairs: Any
+) -> None:
     """A graph break in every layer would make compiled layers slower than uncompiled ones."""
-    model = adapted(new_model("llama"))
-    policy = LoraPolicy(model)
-    x = torch.randn(1, 5, 32)
-    layer = model.model.layers[0].mlp
-    compiled = torch.compile(layer, backend="eager", fullgraph=True, dynamic=True)
-    torch.testing.assert_close(compiled(x), layer(x))
-    with policy._adapter(False):
-        off = compiled(x)
-    assert (off - compiled(x)).abs().max() > 1e-3
+    model, pairs = adapted(new_model("llama").bfloat16()), ragged_pairs(4)
+    policy = LoraPolicy(model, 16384, 4096, torch.bfloat16)
+
+    def results() -> list[Tensor]:
+        merged = dict(policy.named_weights())
+        scores = [logprobs(policy, pairs), logprobs(policy, pairs, merged)]
+        gradient = policy.gradient(pairs, 1.0, lambda batch, scores: scores.logprobs.sum())
+        return [*scores, logprobs(policy.reference(), pairs), *gradient.values()]
+
+    expected = results()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    decoder_layers(model)[0].compile(dynamic=True, backend="aot_eager")
+    torch.testing.assert_close(results(), expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 2
+    assert not torch._dynamo.utils.counters["graph_break"]
 
 
 def test_peft_and_transformers_read_what_is_saved(
