@@ -23,11 +23,12 @@ from eepo.config import (
     TrainingConfig,
     WarmupConfig,
 )
+from eepo.evaluation.benchmark_prompts import benchmark_sets
 from eepo.evaluation.benchmark_run import BenchmarkEvaluation, weights_digest
 from eepo.evaluation.defaults import describe_evaluation, fill_up
 from eepo.evaluation.evaluate import Evaluator
 from eepo.evaluation.options import OPTION_NAMES, BenchmarkOptions
-from eepo.evaluation.sets import PromptSet, load_problems, make_prompt_sets, task_sets
+from eepo.evaluation.sets import PromptSet, task_sets
 from eepo.evaluation.store import Store
 from eepo.evaluation.trained_run import TrainedRun, find_run
 from eepo.model import loading, lora, memory
@@ -209,8 +210,7 @@ def build_evaluation(
                 f'prompts use the template "{settings.template}"; the model also has a chat '
                 "template, which --template chat selects"
             )
-        problems = load_problems(options.benchmarks, settings.data_dir, options.limit)
-        sets = make_prompt_sets(problems, settings.template, tokenizer, settings.max_prompt_tokens)
+        sets = benchmark_sets(options, settings, run, tokenizer)
         reward = build_grader(RewardConfig(name=settings.reward))
     dtype = loading.pick_dtype(settings.dtype, device)
     store = Store(out)

@@ -289,3 +289,25 @@ def _problems(folder: Path) -> Path:
     rows = [{"problem": f"1 2 3 {n} = 10 :", "answer": str(n)} for n in (1, 2)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+@pytest.mark.parametrize(("template", "num_parts"), [(None, 3), ("{problem}", 1)])
+def test_benchmarks_have_the_examples_of_the_runs_prompts(
+    template: str | None, num_parts: int, data: Path, tmp_path: Path
+) -> None:
+    rows = [{"problem": f"{n} {n} = 20 :", "answer": str(n)} for n in range(1, 8)]
+    (data / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    knobs = f'train = "train.jsonl"\nnum_examples = 2\ndata_dir = "{data}"'
+    text = DATASET_RECIPE.replace('data_dir = "data"', knobs)
+    options = BenchmarkOptions(
+        str(write_run(tmp_path / "run", text)),
+        ("amc23",),
+        max_new_tokens=4,
+        template=template,
+        device="cpu",
+    )
+    evaluation = build_evaluation(options, tmp_path / "out", silent_progress())
+    parts = evaluation.sets[0].prompts[0].text.split("\n\n")
+    assert len(parts) == num_parts
+    assert parts[-1] == "1 2 3 1 = 10 :"
+    assert all("= 20 :\\boxed{" in example for example in parts[:-1])

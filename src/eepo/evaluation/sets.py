@@ -14,6 +14,7 @@ from eepo.protocols import Task
 from eepo.tasks.benchmarks import BENCHMARKS, load_benchmark
 from eepo.tasks.dataset import make_prompts
 from eepo.tasks.problems import SUFFIXES, Problem, read_problems, short_name
+from eepo.tasks.templates import Example
 from eepo.types import Prompt, UserError
 
 
@@ -59,11 +60,17 @@ def load_problems(sources: Sequence[str], data_dir: str, limit: int) -> dict[str
 
 
 def make_prompt_sets(
-    sets: dict[str, list[Problem]], template: str, tokenizer: Any, max_prompt_tokens: int
+    sets: dict[str, list[Problem]],
+    template: str,
+    tokenizer: Any,
+    max_prompt_tokens: int,
+    examples: Sequence[Example] = (),
 ) -> list[PromptSet]:
     prompt_sets = []
     for name, problems in sets.items():
-        prompts, num_left_out = make_prompts(problems, template, tokenizer, max_prompt_tokens)
+        prompts, num_left_out = make_prompts(
+            problems, template, tokenizer, max_prompt_tokens, examples
+        )
         if not prompts:
             raise UserError(
                 f"{name}: all {num_left_out} prompts are longer than "

@@ -41,7 +41,7 @@ class Dataset:
     """Reads all sets at once, so that every mistake in the data is reported before a run starts.
 
     `notes` are messages for the user, about prompts left out and about evaluation problems that
-    are also in the training set.
+    are also in the training set. `examples` are the solved problems that every prompt starts with.
     """
 
     def __init__(self, config: DatasetConfig, tokenizer: Any, order_seed: int = 0) -> None:
@@ -54,7 +54,7 @@ class Dataset:
             raise UserError("task.train is empty; give a file or a hub data set")
         self._columns = Columns(config.problem_column, config.answer_column, config.level_column)
         train, held_out = self._hold_out(self._read_train())
-        train, self._examples = self._take_examples(train)
+        train, self.examples = self._take_examples(train)
         self._prompts = self._prompts_within_limit(
             train, f"training set {short_name(config.train)}"
         )
@@ -177,7 +177,7 @@ class Dataset:
     def _prompts_within_limit(self, problems: Sequence[Problem], set_name: str) -> list[Prompt]:
         limit = self.config.max_prompt_tokens
         prompts, num_left_out = make_prompts(
-            problems, self.config.template, self.tokenizer, limit, self._examples
+            problems, self.config.template, self.tokenizer, limit, self.examples
         )
         if not prompts:
             raise UserError(
