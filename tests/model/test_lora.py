@@ -273,13 +273,26 @@ def test_targets_must_be_linear_layers_of_the_decoder(tmp_path: Path) -> None:
     check(tmp_path, dataclasses.replace(LORA, lora_targets=("q_proj", "v_proj")))
 
 
+def test_targets_that_share_a_weight_are_one_line(
+    new_model: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = new_model("llama")
+    first, second = model.model.layers
+    second.mlp.up_proj.weight = first.mlp.up_proj.weight
+    monkeypatch.setattr(loading, "meta_model", lambda config: model)
+    message = r"layers.1.mlp.up_proj is tied to model.layers.0.mlp.up_proj; allowed: layers that"
+    with pytest.raises(UserError, match=message):
+        check(tmp_path, LORA)
+    check(tmp_path, dataclasses.replace(LORA, lora_targets=("q_proj",)))
+
+
 def test_an_architecture_without_known_targets_is_one_line(tmp_path: Path) -> None:
     from transformers import GPT2Config
 
     GPT2Config(n_embd=32, n_head=2, n_layer=2, architectures=["GPT2LMHeadModel"]).save_pretrained(
         tmp_path
     )
-    with pytest.raises(UserError, match=r"no linear layers with known names in GPT2LMHeadModel"):
+    with pytest.raises(UserError, match="GPT2LMHeadModel has no linear layers with known n"):
         check(tmp_path, dataclasses.replace(LORA, path=str(tmp_path)))
 
 

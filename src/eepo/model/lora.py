@@ -46,7 +46,7 @@ def check(config: RunConfig, device: torch.device) -> None:
             f'{knob}: model.path = "{config.model.path}" is quantized ({method}); LoRA needs '
             "base weights that are not"
         )
-    target_names(model, config.model)
+    _check_untied(model, target_names(model, config.model))
 
 
 def _check_sharing(config: RunConfig, device: torch.device) -> None:
@@ -72,6 +72,21 @@ def _quantization_method(quantization: Any) -> str:
     return str(getattr(method, "value", method))
 
 
+def _check_untied(model: Any, names: Sequence[str]) -> None:
+    """Refuse targets that share a weight: merged, it would need two values."""
+    owners: dict[int, str] = {}
+    for path, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is None:
+            continue
+        first = owners.setdefault(id(weight), path)
+        tied = {path.split(".")[-1], first.split(".")[-1]}
+        if first != path and tied & set(names):
+            raise UserError(
+                f"model.lora_targets: {path} is tied to {first}; allowed: layers that are not tied"
+            )
+
+
 def target_names(model: Any, config: ModelConfig) -> list[str]:
     """Return the names of the layers that get an adapter, such as q_proj. The model may be meta.
 
@@ -83,16 +98,16 @@ def target_names(model: Any, config: ModelConfig) -> list[str]:
         known = [name for name in present if name in KNOWN_TARGETS]
         if not known:
             family = type(model).__name__
-            choices = f"set model.lora_targets: {', '.join(present)}" if present else "none"
+            names = f"one of {', '.join(present)} in model.lora_targets, or " if present else ""
             raise UserError(
-                f"model.lora_rank = {config.lora_rank}: no linear layers with known names in "
-                f"{family}; allowed: {choices}"
+                f"model.lora_rank = {config.lora_rank}: {family} has no linear layers with known "
+                f"names; allowed: {names}lora_rank = 0"
             )
         return known
     for name in config.lora_targets:
         if name in present:
             continue
-        outside = {part for path, _ in model.named_modules() for part in path.split(".")[-1:]}
+        outside = {path.split(".")[-1] for path, _ in model.named_modules()}
         reason = "is no linear layer of the model"
         if name in outside:
             reason = "is not a linear layer inside the decoder layers"
