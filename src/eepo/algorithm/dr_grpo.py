@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from eepo.algorithm.grpo import equal_rewards
 from eepo.config import AlgorithmConfig
 
 
 def advantages(rewards: Tensor, options: AlgorithmConfig) -> Tensor:  # [Q, G] -> [Q, G]
     """Return r − mean within each group; equal rewards give exactly 0."""
-    equal = (rewards == rewards[:, :1]).all(1, keepdim=True)  # the mean may be rounded
-    return torch.where(equal, 0.0, rewards - rewards.mean(1, keepdim=True))
+    return torch.where(equal_rewards(rewards), 0.0, rewards - rewards.mean(1, keepdim=True))

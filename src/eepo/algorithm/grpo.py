@@ -20,5 +20,9 @@ def group_advantages(rewards: Tensor) -> Tensor:  # [Q, G] -> [Q, G]
     """
     centred = rewards - rewards.mean(1, keepdim=True)
     advantages = centred / (rewards.std(1, keepdim=True, correction=1) + 1e-6)
-    equal = (rewards == rewards[:, :1]).all(1, keepdim=True)  # the mean may be rounded
-    return torch.where(equal, 0.0, advantages)
+    return torch.where(equal_rewards(rewards), 0.0, advantages)
+
+
+def equal_rewards(rewards: Tensor) -> Tensor:  # [Q, G] -> bool [Q, 1]
+    """Return which groups have equal rewards. Their mean may be rounded, so it cannot tell."""
+    return (rewards == rewards[:, :1]).all(1, keepdim=True)

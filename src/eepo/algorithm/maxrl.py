@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from eepo.algorithm.grpo import equal_rewards
 from eepo.config import AlgorithmConfig
 
 
@@ -18,6 +19,5 @@ def advantages(rewards: Tensor, options: AlgorithmConfig) -> Tensor:  # [Q, G] -
     The mean is a success rate only for rewards of at least 0.
     """
     mean = rewards.mean(1, keepdim=True)
-    equal = (rewards == rewards[:, :1]).all(1, keepdim=True)  # the mean may be rounded
     scale = torch.where(mean > 0, mean, 1.0)
-    return torch.where(equal | (mean <= 0), 0.0, (rewards - mean) / scale)
+    return torch.where(equal_rewards(rewards) | (mean <= 0), 0.0, (rewards - mean) / scale)
