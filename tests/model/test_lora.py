@@ -232,6 +232,21 @@ def test_peft_and_transformers_read_what_is_saved(
     assert loading.load_shape(path)[1] == sum(weight.numel() for weight in merged.parameters())
 
 
+def test_the_merged_model_of_a_bf16_base_is_saved_and_loaded_in_fp32(
+    new_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    """In bf16, a small adapter would be rounded away."""
+    new_model("llama").bfloat16().save_pretrained(tmp_path / "base")
+    config = dataclasses.replace(LORA, path=str(tmp_path / "base"))
+    base = loading.load_model(config, CPU, torch.bfloat16)
+    policy = LoraPolicy(adapted(base, config, scale=1e-5), 64, 64, torch.bfloat16)
+    LoraWeights(policy).save_final(tmp_path / "final")
+    loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "final").named_parameters())
+    for name, weight in policy.merged_weights():
+        assert loaded[name].dtype == torch.float32
+        assert torch.equal(loaded[name], weight.float())
+
+
 def test_an_adapter_is_restored_bit_for_bit(demo_model: Any, tmp_path: Path) -> None:
     model, other = adapted(copy.deepcopy(demo_model)), copy.deepcopy(demo_model)
     save_adapter(model, tmp_path)

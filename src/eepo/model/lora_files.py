@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ class LoraWeights:
     def save(self, folder: Path) -> None:
         """Write the adapter and the config of the model, so that `model.path = folder` works."""
         save_adapter(self.policy.model, folder)
-        self.policy.model.config.save_pretrained(folder)
+        save_config(self.policy.model, folder)
 
     def save_final(self, folder: Path) -> None:
         """Write the merged model in fp32, and the adapter into a folder of its own beside it.
@@ -38,10 +39,17 @@ class LoraWeights:
         bf16 would round most of a small adapter away.
         """
         model = self.policy.model
-        model.config.save_pretrained(folder)
+        save_config(model, folder)
         model.generation_config.save_pretrained(folder)
         save_shards(folder, self.policy.merged_weights())
         save_adapter(model, folder / ADAPTER_FOLDER)
+
+
+def save_config(model: Any, folder: Path) -> None:
+    """Write the config of the merged model: `transformers` loads weights in the dtype it names."""
+    config = copy.deepcopy(model.config)
+    config.dtype, config.architectures = torch.float32, [type(model).__name__]
+    config.save_pretrained(folder)
 
 
 def save_adapter(model: Any, folder: Path) -> None:
