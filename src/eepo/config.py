@@ -243,8 +243,8 @@ class AlgorithmConfig:
 
     advantage: Literal["grpo", "dr_grpo", "maxrl", "passk"] = knob(
         "grpo",
-        "grpo: (r - mean) / std. dr_grpo: r - mean. maxrl: (r - mean) / mean. passk: the share of "
-        "groups of pass_k completions that a completion solves (docs/methods.md).",
+        "grpo: (r - mean) / std. dr_grpo: r - mean. maxrl: (r - mean) / mean. passk: what a "
+        "completion adds to pass@k, k = pass_k (docs/methods.md).",
     )
     pass_k: int = knob(4, "k of advantage = passk.", least=1)
     outcome_bonus: float = knob(
