@@ -7,7 +7,8 @@ part is between `cov_low` and `cov_high`. KL-Cov has no clipping, and adds a pen
 the tokens with the largest parts.
 
 This needs more than a line in the registry: a choice among all tokens of a mini-batch cannot be
-made in one micro-batch. So `select_tokens` scores the mini-batch once more, without gradient.
+made in one micro-batch. So `updates.select_tokens` scores the mini-batch once more, without
+gradient.
 """
 
 from __future__ import annotations

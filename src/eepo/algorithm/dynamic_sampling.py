@@ -3,6 +3,9 @@
 If all rewards of a group are equal, its advantages are 0. Such groups are replaced by groups of new
 prompts, in at most `dynamic_sampling` rounds. A round samples as many prompts as are missing, with
 all stages of EEPO. Groups that are still without a signal after the last round stay.
+
+This needs more than a line in the registry: it decides what is sampled. So it wraps
+`EEPO.collect`, and the trainer provides prompts for all rounds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""An entropy bonus whose weight follows a target entropy (Skywork-OR1, arXiv:2505.22312)."""
+"""An entropy bonus whose weight follows a target entropy (Skywork-OR1, arXiv:2505.22312).
+
+This needs more than a line in the registry: the weight carries over from step to step, so
+`eepo.py` asks for it in every step and puts it into the checkpoints.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,9 @@ The bonus of an answer is 1 / √N, where N counts how often it was given for th
 whole run, this step included. It is added to the advantage, as its difference to the mean of the
 group. So in a group that always fails, an answer that was never given before is still reinforced.
 The grader extracts the answers. A completion without an answer has the bonus 0.
+
+This needs more than a line in the registry: the history carries over from step to step, so
+`eepo.py` asks for the bonus in every step and puts the history into the checkpoints.
 """
 
 from __future__ import annotations
