@@ -141,8 +141,8 @@ class Estimate:
         fitted = "" if size <= max(GPU_MEMORY.values()) else ", if the model fitted on it"
         return (
             f"about {hours:,.0f} on one H200{fitted}; expect {hours / UNCERTAINTY:,.0f} to "
-            f"{hours * UNCERTAINTY:,.0f}: {measured} measured steps of 0.5B to 3B models, with "
-            f"completions of {MEAN_LENGTH:,} tokens on average (assumed)"
+            f"{hours * UNCERTAINTY:,.0f}: {measured} measured steps of 0.5B and 1.5B models and "
+            f"rollouts of 3B models, for completions of {MEAN_LENGTH:,} tokens on average (assumed)"
         )
 
     def _memory_text(self, config: RunConfig) -> str:

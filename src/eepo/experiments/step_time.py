@@ -1,8 +1,8 @@
 """Estimates the time of training steps and evaluations on one H200 from the shape of a model.
 
-The formulas count operations and bytes. Their constants are fitted to measured steps of models
-with 0.5, 1.5 and 3 billion weights (`docs/performance.md`), which they meet within 25 %. Larger
-models are extrapolated.
+The formulas count operations and bytes. Their constants are fitted to measured steps and rollouts
+of models with 0.5, 1.5 and 3 billion weights (`docs/performance.md`), which they meet within 30 %.
+Larger models are extrapolated.
 """
 
 from __future__ import annotations
