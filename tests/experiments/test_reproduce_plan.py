@@ -72,6 +72,26 @@ def test_the_runs_of_table1_have_the_papers_settings(table1: Reproduction) -> No
     assert (base.training.num_steps, base.evaluation.start) == (0, True)
 
 
+def test_only_the_weights_of_the_report_are_kept(table1: Reproduction) -> None:
+    assert table1.plan.keep_weights_in("report") == "final"
+    assert table1.plan.keep_weights_in("tune") == "none"
+
+
+@pytest.mark.parametrize(
+    ("phase", "error"),
+    [
+        ({"set": ["evaluation.nope=1"]}, "unknown key evaluation.nope"),
+        ({"keep_weights": "some"}, 'phases.tune.keep_weights = "some" must be one of'),
+    ],
+)
+def test_wrong_keys_of_a_phase_are_one_line(
+    table1: Reproduction, phase: dict[str, Any], error: str
+) -> None:
+    phases = dict(table1.tables["phases"]) | {"tune": {"seeds": [100]} | phase}
+    with pytest.raises(UserError, match=error):
+        parse_plan(dict(table1.tables) | {"phases": phases}, "plan.toml", Path())
+
+
 def test_the_plan_file_reads_back_to_the_same_plan(table1: Reproduction, tmp_path: Path) -> None:
     file = tmp_path / "plan.toml"
     file.write_text(dump_tables(table1.tables))
