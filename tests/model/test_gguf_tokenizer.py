@@ -11,6 +11,7 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, trainers
 from transformers import AutoTokenizer, Qwen2Tokenizer
 
+from eepo.model import gguf_tokenizer
 from eepo.model.gguf_file import GgufFile, StoredTensor
 from eepo.model.gguf_tokenizer import end_token_ids, read_tokenizer
 from eepo.types import UserError
@@ -194,3 +195,13 @@ def test_more_tokens_than_embeddings_are_a_one_line_error() -> None:
     fields["tokenizer.ggml.token_type"] = [1] * 400
     with pytest.raises(UserError, match=r"has 400 tokens, but token_embd\.weight has 384 rows"):
         read_tokenizer(file_with(fields))
+
+
+def test_absurd_sentencepiece_tokens_are_one_line_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, fields = sentence_piece(add_prefix=True)
+    fields["tokenizer.ggml.tokens"][-1] = "a" * 300
+    with pytest.raises(UserError, match="a token of 300 characters; at most 256 are read"):
+        read_tokenizer(file_with(fields, "llama"))
+    monkeypatch.setattr(gguf_tokenizer, "MAX_CHARACTERS", 100)
+    with pytest.raises(UserError, match="more than 100 characters together"):
+        read_tokenizer(file_with(fields, "llama"))

@@ -14,7 +14,8 @@ from eepo.model.gguf_file import GgufFile
 # Types of tokens in the file.
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 2, 3, 4, 5
 SPACE = "▁"  # stands for a space in SentencePiece vocabularies
-MAX_PIECE = 1_000  # characters of a SentencePiece token
+MAX_PIECE = 256  # characters of a SentencePiece token
+MAX_CHARACTERS = 20_000_000  # of all SentencePiece tokens; that many splits are tried
 MAX_VOCABULARY = 2_000_000
 
 _WORDS = (
@@ -197,6 +198,8 @@ def _merges_by_score(
 
     SentencePiece merges the pair whose token has the highest score first.
     """
+    if sum(map(len, vocabulary)) > MAX_CHARACTERS:
+        raise file.error(f"the tokens have more than {MAX_CHARACTERS} characters together")
     merges: list[tuple[float, int, int, str, str]] = []
     for token, index in vocabulary.items():
         if len(token) > MAX_PIECE:
