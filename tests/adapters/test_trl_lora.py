@@ -114,3 +114,15 @@ def test_a_pretrained_adapter_is_held_near_its_first_state(
     expected = logprobs(pretrained(), outputs[-1])
     reference = outputs[-1]["ref_per_token_logps"] * outputs[-1]["completion_mask"]
     torch.testing.assert_close(reference, expected, atol=1e-3, rtol=1e-3)
+
+
+def test_a_plain_model_is_never_in_a_reference_pass(sharp_model: Callable[[], Any]) -> None:
+    """Models of `transformers` have methods that are named like the switches of an adapter."""
+    from eepo.adapters.trl.reference_pass import is_reference_pass
+
+    model = sharp_model()
+    assert not is_reference_pass(model)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**LORA))
+    assert not is_reference_pass(adapted)
+    with adapted.disable_adapter():
+        assert is_reference_pass(adapted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 REFERENCE_ADAPTER = "ref"  # TRL's name for the copy of a pretrained adapter
@@ -12,7 +13,13 @@ def is_reference_pass(model: Any) -> bool:
 
     It does so around the reference pass if `beta` is not 0, and calls the trained model.
     """
-    for module in model.modules():
-        if hasattr(module, "disable_adapters") and hasattr(module, "active_adapters"):
-            return module.disable_adapters or REFERENCE_ADAPTER in module.active_adapters
-    return False
+    if importlib.util.find_spec("peft") is None:
+        return False
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    # Not by attributes: plain models of `transformers` have methods with the same names.
+    layers = (module for module in model.modules() if isinstance(module, BaseTunerLayer))
+    layer = next(layers, None)
+    if layer is None:
+        return False
+    return bool(layer.disable_adapters) or REFERENCE_ADAPTER in layer.active_adapters
