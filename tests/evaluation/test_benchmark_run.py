@@ -246,6 +246,16 @@ def test_a_kill_while_writing_loses_at_most_one_chunk(
     assert [call for call in engine.calls if call not in CHUNKS] == []
 
 
+def test_temporary_files_of_killed_processes_are_removed(
+    tmp_path: Path, engine: Any, problem_set: PromptSet, uninterrupted: Path
+) -> None:
+    shutil.copytree(uninterrupted, tmp_path, dirs_exist_ok=True)
+    for name in (".results.json.31081", ".settings.json.7", ".results.md.7", ".results.tex.7"):
+        (tmp_path / name).write_text("{")
+    evaluation(tmp_path, engine, SumReward(), problem_set).run()
+    assert [path.name for path in tmp_path.glob(".*")] == []
+
+
 def test_a_second_process_is_refused_and_writes_nothing(
     tmp_path: Path, engine: RecordingEngine, problem_set: PromptSet
 ) -> None:

@@ -20,6 +20,7 @@ from eepo.model import out_of_memory
 from eepo.protocols import Reward, RolloutEngine
 from eepo.runs.lock import RunLock
 from eepo.runs.progress import Progress
+from eepo.runs.runlog import remove_temporary_files
 from eepo.types import Completion, Prompt, Sampling, UserError, Verdict
 
 
@@ -52,6 +53,7 @@ class BenchmarkEvaluation:
         # machine can refuse the lock, because the command has no option to override it.
         lock = RunLock(self.store.folder, force=True)
         try:
+            remove_temporary_files(self.store.folder)
             for prompt_set in self.sets:
                 for sampling_pass in self._passes(prompt_set):
                     self._complete(prompt_set, sampling_pass)

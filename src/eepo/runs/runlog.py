@@ -29,7 +29,7 @@ METRICS, EVALUATIONS, COMPLETIONS = "metrics.jsonl", "evaluations.jsonl", "compl
 ALARMS = "alarms.jsonl"
 RECORDS = (METRICS, EVALUATIONS, COMPLETIONS, ALARMS)
 LAST_CHECKPOINT = "last_checkpoint.json"  # {"step": N}: tells "never saved" from "lost"
-LEFTOVER = re.compile(r"\..+\.(toml|json|jsonl|txt|bak-\d+)\.\d+")  # see write_atomically
+LEFTOVER = re.compile(r"\..+\.(toml|json|jsonl|txt|md|tex|bak-\d+)\.\d+")  # see write_atomically
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "tokenizers")
 
 
@@ -88,9 +88,7 @@ class RunLog:
         `num_expected` has the number of rows that each file must have up to `step`. Return a line
         for each damaged file, and with `keep_copies` a line that names the copies.
         """
-        for path in self.folder.glob(".*"):
-            if LEFTOVER.fullmatch(path.name):
-                path.unlink()
+        remove_temporary_files(self.folder)
         notes, copies = [], []
         for name in RECORDS:
             expected = (num_expected or {}).get(name, 0)
@@ -115,6 +113,13 @@ def write_atomically(path: Path, text: str) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def remove_temporary_files(folder: Path) -> None:
+    """Remove what killed processes left in `write_atomically`. The caller has the folder's lock."""
+    for path in folder.glob(".*"):
+        if LEFTOVER.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 def environment(device: str) -> dict[str, Any]:
