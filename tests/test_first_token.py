@@ -28,6 +28,18 @@ def test_the_loss_measures_the_rare_side_on_a_log_scale() -> None:
     assert losses.tolist() == pytest.approx([expected, expected], rel=1e-2)
 
 
+@pytest.mark.parametrize(("p", "target", "slope"), [(1e-5, 0.999, -1), (0.999, 1e-5, 1)])
+def test_the_gradient_does_not_vanish_far_from_the_target(
+    p: float, target: float, slope: float
+) -> None:
+    odds = torch.logit(torch.tensor([[p]], dtype=torch.float64)).requires_grad_()
+    logprobs, complements = (torch.nn.functional.logsigmoid(each) for each in (odds, -odds))
+    scores = Scores(logprobs, torch.zeros(1, 1), complements)
+    first_token_loss(scores, torch.tensor([target])).sum().backward()
+    assert odds.grad is not None
+    assert float(odds.grad) == pytest.approx(slope)
+
+
 def test_recipes_for_another_probability_start_from_the_shipped_policy() -> None:
     config = load_warmup("shortcut/warmup_p", ["task.rare_probability=1e-3"])
     assert config.model.path == "builtin:shortcut"

@@ -156,17 +156,15 @@ def learning_rate(step: int, settings: SupervisedConfig) -> float:
 
 
 def first_token_loss(scores: Scores, targets: Tensor) -> Tensor:  # [B] -> [B]
-    """Pull the probability of the first token to `targets`, on a log scale.
+    """Pull the log-odds of the first token to those of `targets`.
 
-    Maximum likelihood would need millions of demonstrations for a probability of 1e-5. Above 0.5,
-    compare log(1 − p) instead of log p: it is what the other tokens share.
+    Maximum likelihood would need millions of demonstrations for a probability of 1e-5. Log-odds
+    resolve probabilities near 0 and near 1, and their gradient vanishes at neither end.
     """
-    logprobs, complements = scores.logprobs[:, 0], scores.complements
-    if complements is None:
+    if scores.complements is None:
         raise ValueError("the policy gives no log(1 − p)")
-    likely = targets > 0.5
-    actual = torch.where(likely, complements[:, 0], logprobs)
-    wanted = torch.where(likely, torch.log1p(-targets.clamp(max=1 - 1e-7)), targets.log())
+    actual = scores.logprobs[:, 0] - scores.complements[:, 0]
+    wanted = torch.logit(targets.clamp(max=1 - 1e-7))
     return torch.nn.functional.smooth_l1_loss(actual, wanted, reduction="none")
 
 
