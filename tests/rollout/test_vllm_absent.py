@@ -99,11 +99,12 @@ def test_a_device_that_vllm_would_use_is_accepted(device: str, platform: str) ->
     vllm.check_device(torch.device(device), platform)
 
 
-def test_gpu_memory_share_may_change_when_a_run_is_resumed() -> None:
+def test_knobs_that_only_change_memory_may_change_when_a_run_is_resumed() -> None:
     from eepo.runs.knobs import FREE_TO_CHANGE
 
     knobs: dict[str, Any] = dataclasses.asdict(run_config().rollout)
     assert {f"rollout.{name}" for name in knobs} & FREE_TO_CHANGE == {
         "rollout.max_rows",
         "rollout.gpu_memory_share",
+        "rollout.merge_lora",
     }
