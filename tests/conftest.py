@@ -20,8 +20,10 @@ import hashlib
 import random
 import resource
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -48,6 +50,29 @@ class PlainScores(NamedTuple):
     logprobs: Tensor  # [T]
     entropies: Tensor  # [T]
     complements: Tensor  # [T] log(1 − p)
+
+
+@pytest.fixture
+def run_eepo(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Callable[..., SimpleNamespace]:
+    """Return a function that runs a command in this process, in an empty folder, without a hub."""
+    from eepo import cli
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # undone after the test
+    monkeypatch.delenv("EEPO_DEBUG", raising=False)
+
+    def call(*arguments: object) -> SimpleNamespace:
+        monkeypatch.setattr(sys, "argv", ["eepo", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        printed = capsys.readouterr()
+        return SimpleNamespace(code=end.value.code or 0, out=printed.out, err=printed.err)
+
+    return call
 
 
 @pytest.fixture(scope="session", autouse=True)

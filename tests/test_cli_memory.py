@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from eepo import cli
 from eepo.runs.checkpoint import Checkpointer
 
 pytestmark = [
@@ -41,23 +40,8 @@ def settings(*overrides: str) -> list[str]:
 
 
 @pytest.fixture
-def eepo(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> Eepo:
-    """Return a function that runs a command in this process, in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # undone after the test
-    monkeypatch.delenv("EEPO_DEBUG", raising=False)
-
-    def call(*arguments: object) -> SimpleNamespace:
-        monkeypatch.setattr(sys, "argv", ["eepo", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        printed = capsys.readouterr()
-        return SimpleNamespace(code=end.value.code or 0, out=printed.out, err=printed.err)
-
-    return call
+def eepo(run_eepo: Eepo) -> Eepo:
+    return run_eepo
 
 
 @contextlib.contextmanager

@@ -40,23 +40,8 @@ def settings(*overrides: str) -> list[str]:
 
 
 @pytest.fixture
-def eepo(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> Eepo:
-    """Return a function that runs a command in this process, in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.delenv("EEPO_DEBUG", raising=False)
-
-    def call(*arguments: object) -> SimpleNamespace:
-        monkeypatch.setattr(sys, "argv", ["eepo", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        printed = capsys.readouterr()
-        return SimpleNamespace(code=end.value.code or 0, out=printed.out, err=printed.err)
-
-    return call
+def eepo(run_eepo: Eepo) -> Eepo:
+    return run_eepo
 
 
 def assert_one_line(result: SimpleNamespace, *fragments: str) -> None:
