@@ -118,15 +118,15 @@ def test_hostile_gold_answers_do_no_harm(reward: PooledReward) -> None:
 @pytest.mark.slow
 def test_a_loaded_machine_changes_no_verdict() -> None:
     """A process that is stopped for longer than its CPU limit must not time out."""
-    reward = PooledReward("eepo.rewards.math:grade", RewardConfig(num_workers=1, cpu_seconds=0.5))
+    reward = PooledReward("eepo.rewards.math:grade", RewardConfig(num_workers=1, cpu_seconds=2))
     try:
-        reward.grade([prompt_for("1")], [r"\boxed{1}"])
+        reward.grade([prompt_for("(x+2)^2")], [r"\boxed{x^2+4x+4}"])  # what the first one imports takes CPU time
         started = time.monotonic()
         (worker,) = reward._workers
         pid = worker._process.pid
-        _pause(pid, 1.5)
+        _pause(pid, 3)
         (verdict,) = reward.grade([prompt_for("(x+1)^2")], [r"\boxed{x^2+2x+1}"])
-        assert time.monotonic() - started > 1
+        assert time.monotonic() - started > 2.5
         assert verdict.reason == "same expression"
     finally:
         reward.close()
