@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: install demo test test-all test-slow test-vllm test-verl soak lint clean
+.PHONY: install demo test test-all test-slow test-vllm test-verl soak lint docs clean
 install: $(VENV)/.installed
 
 $(VENV)/bin/python:
@@ -74,5 +74,14 @@ lint: $(VENV)/.installed-dev
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
+# The documentation site, in site/. Every warning is an error: missing pages, broken links and anchors.
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(PIP) install -c constraints.txt -e '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet
+	@echo "the site is in site/: open site/index.html"
+
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-verl runs
+	rm -rf $(VENV) .venv-vllm .venv-verl runs site
