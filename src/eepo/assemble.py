@@ -42,7 +42,7 @@ from eepo.model.policies import (
 )
 from eepo.model.scratch import new_model
 from eepo.protocols import Reward, Task
-from eepo.rewards import build_grader, build_reward
+from eepo.rewards import build_grader, build_reward, reward_columns
 from eepo.rewards.isolation import PooledReward
 from eepo.rollout.builtin import builtin_engine
 from eepo.rollout.engines import build_engine
@@ -80,7 +80,7 @@ def _trainer(config: RunConfig, start: Start, lock: RunLock, progress: Progress)
     out = lock.folder
     device = loading.pick_device(config.model.device)
     tokenizer = loading.load_tokenizer(config.model)
-    task = _task(config.task, tokenizer, config.training.seed, progress)
+    task = _task(config.task, config.reward, tokenizer, config.training.seed, progress)
     reward = _open(build_reward(config.reward, config.task))
     _check_engine(config.rollout)
     lora.check(config, device)
@@ -162,7 +162,7 @@ def _warmup(config: WarmupConfig, start: Start, lock: RunLock, progress: Progres
     device = loading.pick_device(config.model.device)
     scratch = config.model.path == "scratch"
     tokenizer = build_tokenizer(config.task) if scratch else loading.load_tokenizer(config.model)
-    task = _task(config.task, tokenizer, 0, progress)
+    task = _task(config.task, config.reward, tokenizer, 0, progress)
     reward = _open(build_reward(config.reward, config.task))
     _check_engine(config.rollout)
     if saved:
@@ -245,10 +245,11 @@ def _sets_of_run(
             f'"{config.task.name}"'
         )
     config_task = dataclasses.replace(config.task, **changes)
-    task = _task(config_task, tokenizer, run.seed or 0, progress)
+    reward = config.reward if options.reward is None else RewardConfig(name=options.reward)
+    task = _task(config_task, reward, tokenizer, run.seed or 0, progress)
     if options.reward is not None:
-        return task_sets(task, options.limit), build_grader(RewardConfig(name=options.reward))
-    return task_sets(task, options.limit), build_reward(config.reward, config_task)
+        return task_sets(task, options.limit), build_grader(reward)
+    return task_sets(task, options.limit), build_reward(reward, config_task)
 
 
 def check_length(model: Any, prompts: Iterable[Prompt], knob: str, max_new_tokens: int) -> None:
@@ -331,9 +332,11 @@ def _resume_command(config: RunConfig | WarmupConfig, out: Path) -> str:
     return resume_command(out, "warmup" if isinstance(config, WarmupConfig) else "train")
 
 
-def _task(config: TaskConfig, tokenizer: Any, order_seed: int, progress: Progress) -> Task:
+def _task(
+    config: TaskConfig, reward: RewardConfig, tokenizer: Any, order_seed: int, progress: Progress
+) -> Task:
     """Build the task, and print its notes about the data."""
-    task = build_task(config, tokenizer, order_seed)
+    task = build_task(config, tokenizer, order_seed, reward_columns(reward.name))
     for note in getattr(task, "notes", ()):
         progress.print(f"note: {note}")
     return task

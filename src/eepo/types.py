@@ -46,6 +46,22 @@ class Prompt:
     text: str
     token_ids: tuple[int, ...]
     answer: Any = None  # ground truth, in the form that the task's reward needs
+    # Columns of the data set's row for a user's reward function. Values must be JSON.
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RowColumns:
+    """Selects the columns of a data set that a reward function receives."""
+
+    required: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    all: bool = False
+    # Names of parameters that receive something else. A column of that name is an error.
+    ambiguous: tuple[str, ...] = ()
+
+    def has(self, name: str) -> bool:
+        return self.all or name in self.required or name in self.optional
 
 
 @dataclass(frozen=True)

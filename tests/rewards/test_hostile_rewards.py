@@ -17,7 +17,7 @@ import torch
 
 from eepo.config import RewardConfig
 from eepo.rewards.isolation import PooledReward
-from eepo.rewards.worker import grade_one
+from eepo.rewards.worker import Grader, grade_one
 from eepo.types import Prompt, UserError, Verdict
 
 SOAK = Path(__file__).parents[1] / "soak"
@@ -127,5 +127,5 @@ def test_a_verdict_needs_texts(fields: dict[str, Any], line: str) -> None:
     [name for name in hostile_rewards.HOSTILE_REWARDS if name.startswith(("returns_", "verdict_"))],
 )
 def test_wrong_results_are_refused_when_they_are_graded(name: str) -> None:
-    reply = grade_one(getattr(hostile_rewards, name), "1", "1")
+    reply = grade_one(Grader.of(getattr(hostile_rewards, name)), "1", "1")
     assert hostile_rewards.HOSTILE_REWARDS[name].error in reply["error"]

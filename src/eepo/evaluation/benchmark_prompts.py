@@ -11,6 +11,7 @@ from eepo.evaluation.defaults import EvaluationSettings
 from eepo.evaluation.options import BenchmarkOptions
 from eepo.evaluation.sets import PromptSet, load_problems, make_prompt_sets
 from eepo.evaluation.trained_run import TrainedRun
+from eepo.rewards import reward_columns
 from eepo.tasks.dataset import Dataset
 from eepo.tasks.templates import Example
 
@@ -19,7 +20,8 @@ def benchmark_sets(
     options: BenchmarkOptions, settings: EvaluationSettings, run: TrainedRun | None, tokenizer: Any
 ) -> list[PromptSet]:
     """Return the prompts of the benchmarks in `options`, in the form of the run's prompts."""
-    problems = load_problems(options.benchmarks, settings.data_dir, options.limit)
+    columns = reward_columns(settings.reward)
+    problems = load_problems(options.benchmarks, settings.data_dir, options.limit, columns)
     examples = examples_of_run(run, options, tokenizer)
     limit = settings.max_prompt_tokens
     return make_prompt_sets(problems, settings.template, tokenizer, limit, examples)

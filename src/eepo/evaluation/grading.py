@@ -1,4 +1,4 @@
-"""Grades a file of completions, line by line, for `eepo grade`."""
+"""Grades completions: rows with "gold" and "completion", from a file or from Python."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
 from eepo.protocols import Reward
 from eepo.runs.jsonl import read_rows
-from eepo.types import Prompt, UserError
+from eepo.types import Prompt, UserError, Verdict
 
 LINES_PER_CHUNK = 500  # kept in memory at one time; progress is reported after each chunk
 
@@ -64,8 +64,7 @@ def grade_file(
     num_correct = num_lines = 0
     rows = _read(path)
     while chunk := list(islice(rows, LINES_PER_CHUNK)):
-        prompts = [Prompt(id="", text="", token_ids=(), answer=row["gold"]) for row in chunk]
-        verdicts = reward.grade(prompts, [row["completion"] for row in chunk])
+        verdicts = grade_rows(chunk, reward)
         for row, verdict in zip(chunk, verdicts, strict=True):
             row |= {"correct": verdict.correct, "reason": verdict.reason}
             # ASCII, because a lone surrogate in a completion cannot be written as UTF-8.
@@ -77,13 +76,31 @@ def grade_file(
     return num_correct, num_lines
 
 
+def grade_rows(rows: Sequence[Mapping[str, Any]], reward: Reward) -> list[Verdict]:
+    """Grade the "completion" of each row against its "gold".
+
+    A user's function may also receive its "prompt" and its other columns.
+    """
+    prompts = [_prompt(row) for row in rows]
+    return reward.grade(prompts, [row["completion"] for row in rows])
+
+
+def _prompt(row: Mapping[str, Any]) -> Prompt:
+    text = row.get("prompt", "")
+    if not isinstance(text, str):  # such as a list of chat messages
+        text = json.dumps(text)
+    columns = {name: value for name, value in row.items() if name not in ("gold", "completion")}
+    return Prompt(id="", text=text, token_ids=(), answer=row["gold"], columns=columns)
+
+
 def _read(path: Path) -> Iterator[dict[str, Any]]:
     for where, row in read_rows(path):
-        _check(row, where)
+        check_row(row, where)
         yield row
 
 
-def _check(row: Any, where: str) -> None:
+def check_row(row: Any, where: str) -> None:
+    """Raise a UserError if a row has no gold answer or no completion."""
     if not isinstance(row, dict):
         raise UserError(
             f'{where}: must be an object {{"gold": ..., "completion": ...}}, '

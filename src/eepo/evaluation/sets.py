@@ -13,9 +13,9 @@ from eepo.evaluation.results import set_title
 from eepo.protocols import Task
 from eepo.tasks.benchmarks import BENCHMARKS, load_benchmark
 from eepo.tasks.dataset import make_prompts
-from eepo.tasks.problems import SUFFIXES, Problem, read_problems, short_name
+from eepo.tasks.problems import SUFFIXES, Columns, Problem, read_problems, short_name
 from eepo.tasks.templates import Example
-from eepo.types import Prompt, UserError
+from eepo.types import Prompt, RowColumns, UserError
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,16 @@ class PromptSet:
         }
 
 
-def load_problems(sources: Sequence[str], data_dir: str, limit: int) -> dict[str, list[Problem]]:
+def load_problems(
+    sources: Sequence[str],
+    data_dir: str,
+    limit: int,
+    reward_columns: RowColumns = RowColumns(),  # noqa: B008 (frozen)
+) -> dict[str, list[Problem]]:
     """Load the first `limit` problems (0: all) of each source.
 
-    A source is the name of a benchmark, or a problem file of the user.
+    A source is the name of a benchmark, or a problem file of the user. `reward_columns` are the
+    columns that the reward function receives.
     """
     sets: dict[str, list[Problem]] = {}
     for source in sources:
@@ -48,9 +54,9 @@ def load_problems(sources: Sequence[str], data_dir: str, limit: int) -> dict[str
         if name in sets:
             raise UserError(f"--benchmarks names {name} twice")
         if is_file:
-            problems = read_problems(source, data_dir=data_dir)
+            problems = read_problems(source, Columns(reward=reward_columns), data_dir=data_dir)
         else:
-            problems = load_benchmark(source, data_dir)
+            problems = load_benchmark(source, data_dir, reward_columns)
         sets[name] = problems[: limit or None]
     if not sets:
         raise UserError(

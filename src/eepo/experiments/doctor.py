@@ -21,7 +21,7 @@ from eepo.algorithm import group_advantages
 from eepo.config import CountdownConfig, DatasetConfig, RunConfig, ShortcutConfig, SumsConfig
 from eepo.model import loading, lora, memory
 from eepo.protocols import Reward, Task
-from eepo.rewards import build_reward
+from eepo.rewards import build_reward, reward_columns
 from eepo.rollout import vllm
 from eepo.rollout.transformers import TransformersEngine
 from eepo.tasks import build_task
@@ -62,7 +62,8 @@ class Problems:
 
     @classmethod
     def read(cls, config: RunConfig, tokenizer: Any) -> Problems:
-        task = build_task(config.task, tokenizer, config.training.seed)
+        columns = reward_columns(config.reward.name)
+        task = build_task(config.task, tokenizer, config.training.seed, columns)
         num_train: int = getattr(task, "num_train", getattr(config.task, "num_train", 0))
         training = task.training_prompts(0, min(num_train or GOLD_PROMPTS, GOLD_PROMPTS))
         return cls(task, num_train, training, task.evaluation_sets())

@@ -5,11 +5,6 @@ Keep the imports here light: every grading process imports this package and must
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import re
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eepo.config import DatasetConfig, RewardConfig, TaskConfig
@@ -17,7 +12,8 @@ from eepo.rewards.countdown import CountdownReward
 from eepo.rewards.exact import ExactReward
 from eepo.rewards.isolation import PooledReward
 from eepo.rewards.shortcut import ShortcutReward
-from eepo.types import UserError
+from eepo.rewards.user_function import FORMS, check_user_function, columns_for, is_user_function
+from eepo.types import RowColumns, UserError
 
 if TYPE_CHECKING:
     from eepo.protocols import Reward
@@ -51,45 +47,26 @@ def build_reward(config: RewardConfig, task: TaskConfig) -> Reward:
 
     "auto" selects the default grader of the task.
     """
-    name = DEFAULT_REWARDS[task.name] if config.name == "auto" else config.name
+    name = DEFAULT_REWARDS.get(task.name, "math") if config.name == "auto" else config.name
     if name in IN_PROCESS:
         return IN_PROCESS[name]()
     if name in POOLED:
         return PooledReward(POOLED[name], config)
-    _check_user_function(name)
-    return PooledReward(name, config)
+    if not is_user_function(name):
+        names = ", ".join(["auto", *IN_PROCESS, *POOLED])
+        raise UserError(f'reward.name = "{name}" must be one of {names}, or {FORMS}')
+    check_user_function(name)
+    return PooledReward(name, config, sends_row=True)
+
+
+def reward_columns(name: str) -> RowColumns:
+    """Return the columns of a data set that the reward `name` receives: none if it is built in."""
+    return columns_for(name) if is_user_function(name) else RowColumns()
 
 
 def build_grader(config: RewardConfig) -> Reward:
     """Build a grader for gold answers that are text, as in benchmarks and files of completions."""
     if config.name not in TEXT_REWARDS and ":" not in config.name:
         allowed = ", ".join(TEXT_REWARDS)
-        raise UserError(f"--reward {config.name} must be {allowed} or module:function")
+        raise UserError(f"--reward {config.name} must be {allowed} or {FORMS}")
     return build_reward(config, DatasetConfig())
-
-
-def _check_user_function(name: str) -> None:
-    """Check that `module:function` exists without running it.
-
-    Only the grading processes import the user's module.
-    """
-    module, colon, function = name.partition(":")
-    if not (colon and module and function.isidentifier()):
-        names = ", ".join(["auto", *IN_PROCESS, *POOLED])
-        raise UserError(f'reward.name = "{name}" must be one of {names}, or module:function')
-    sys.path.insert(0, os.getcwd())
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        spec = None
-    finally:
-        sys.path.pop(0)
-    if spec is None:
-        raise UserError(
-            f'reward.name = "{name}": no module {module} in the working directory or environment'
-        )
-    source = Path(spec.origin or "")
-    text = source.read_text("utf-8", "replace") if source.suffix == ".py" else ""
-    # A star import or __getattr__ may provide any name.
-    if text and not re.search(rf"\b{function}\b|import \*|__getattr__", text):
-        raise UserError(f'reward.name = "{name}": {source} has no function {function}')

@@ -39,10 +39,15 @@ STOP_SECONDS = 0.5  # for a worker that was told to stop, before it is killed
 
 
 class PooledReward:
-    """Grades with a function `module:function`, called with (gold answer, text), in workers."""
+    """Grades with a function `module:function` in workers.
 
-    def __init__(self, function: str, config: RewardConfig) -> None:
+    The function receives the gold answer and the text. With `sends_row` it may also receive the
+    prompt and the columns of the row (`arguments.py`).
+    """
+
+    def __init__(self, function: str, config: RewardConfig, sends_row: bool = False) -> None:
         self.function = function
+        self.sends_row = sends_row
         self.config = config
         self.num_workers = config.num_workers or min(os.cpu_count() or 1, MAX_WORKERS)
         self._workers: list[_Worker] = []
@@ -59,8 +64,8 @@ class PooledReward:
 
         Equal pairs are graded once, because collapsed policies repeat themselves.
         """
-        golds = [json.dumps(prompt.answer) for prompt in prompts]
-        pairs = [(gold, text[-MAX_TEXT:]) for gold, text in zip(golds, texts, strict=True)]
+        problems = [self._as_json(prompt) for prompt in prompts]
+        pairs = [(problem, text[-MAX_TEXT:]) for problem, text in zip(problems, texts, strict=True)]
         counts: dict[tuple[str, str], int] = {}
         for pair in pairs:
             counts[pair] = counts.get(pair, 0) + 1
@@ -74,6 +79,11 @@ class PooledReward:
                 raise
         by_pair = dict(zip(distinct, verdicts, strict=True))
         return [by_pair[pair] for pair in pairs]
+
+    def _as_json(self, prompt: Prompt) -> str:
+        """Return what the function may receive of a prompt: gold answer, text and columns."""
+        row = (prompt.text, dict(prompt.columns)) if self.sends_row else ("", {})
+        return json.dumps((prompt.answer, *row))
 
     def start(self) -> None:
         """Start one worker and wait until it has imported the function.
@@ -195,14 +205,14 @@ class _Worker:
             self.exchange()
             self.end_if_blocked()
 
-    def send(self, item_index: int, gold: str, text: str) -> None:
-        """Send a request. `gold` is JSON already."""
+    def send(self, item_index: int, problem: str, text: str) -> None:
+        """Send a request. `problem` is JSON already."""
         if not self.stop.alive:  # it was stopped
             self._start()
         self.item_index, self._sent_at, self._num_sends = item_index, time.monotonic(), 0
         # Random, so that a function cannot reply to a request that it has not received.
         self._request_id = secrets.randbits(62) + 1
-        self._request = f"[{self._request_id}, {gold}, {json.dumps(text)}]\n".encode()
+        self._request = f"[{self._request_id}, {problem}, {json.dumps(text)}]\n".encode()
         self._send_request()
 
     def _send_request(self) -> None:

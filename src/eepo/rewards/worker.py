@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import importlib
 import json
 import mmap
 import os
@@ -22,11 +21,12 @@ import signal
 import struct
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eepo.rewards.arguments import Parameters, call, parameters_of
 from eepo.rewards.descendants import (
     adopt_orphans,
     descendants,
@@ -35,14 +35,28 @@ from eepo.rewards.descendants import (
     kill_group,
 )
 from eepo.rewards.isolation import NO_REQUEST
+from eepo.rewards.user_function import load_function
 from eepo.types import UserError, Verdict
 
+EMPTY: Mapping[str, Any] = {}
 MAX_LABEL = 60  # characters
 MAX_REPLY_TEXT = 300  # characters of a reason or an answer
 # How often the parent looks for ended processes, in milliseconds, with and without `pidfd_open`.
 POLL_MS, POLL_MS_WITHOUT_PIDFD = 1000, 20
 
-GradingFunction = Callable[[Any, str], Any]  # (gold answer, completion) → Verdict or a number
+
+@dataclass(frozen=True)
+class Grader:
+    """A grading function, which returns a Verdict or a number, and its parameters."""
+
+    function: Callable[..., Any]
+    parameters: Parameters
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> Grader:
+        parameters = parameters_of(function)
+        parameters.check()
+        return cls(function, parameters)
 
 
 class SharedState:
@@ -106,7 +120,7 @@ def main() -> None:
     pipes, state = Pipes.take(), SharedState()
     adopt_orphans()
     atexit.register(_end_all, os.getpid())  # also if the import fails
-    function = load_function(name)
+    grader = Grader.of(load_function(name))
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a module may have changed it
     # Processes that the module has started on import serve all children.
     helpers = descendants(os.getpid()) if _has_children() else []
@@ -117,7 +131,7 @@ def main() -> None:
             child = os.fork()
             if child == 0:
                 _limit_memory(memory_mb)
-                _serve(function, cpu_seconds, state, pipes)
+                _serve(grader, cpu_seconds, state, pipes)
             exit_status = _wait(child, pipes.requests)
             if exit_status is None or state.status == SharedState.END_OF_INPUT:
                 break
@@ -126,13 +140,6 @@ def main() -> None:
             cause = _cause_of_death(exit_status, state.status)
             pipes.reply({"request": state.request_id} | cause)
     _end_all(os.getpid())  # before Python waits for threads that the module has started
-
-
-def load_function(name: str) -> GradingFunction:
-    """Import `module:function`, the form that `reward.name` has in a recipe."""
-    module, _, function = name.partition(":")
-    sys.path.insert(0, os.getcwd())
-    return getattr(importlib.import_module(module), function)
 
 
 def as_verdict(result: Any, text: str) -> Verdict:
@@ -144,7 +151,7 @@ def as_verdict(result: Any, text: str) -> Verdict:
     return Verdict(result, text.strip() or None)  # it converts the number to a float
 
 
-def _serve(function: GradingFunction, cpu_seconds: float, state: SharedState, pipes: Pipes) -> None:
+def _serve(grader: Grader, cpu_seconds: float, state: SharedState, pipes: Pipes) -> None:
     """Grade requests until the input ends, then exit.
 
     Never returns: a forked child must not run the code of its parent.
@@ -154,7 +161,8 @@ def _serve(function: GradingFunction, cpu_seconds: float, state: SharedState, pi
     try:
         while line := lines.readline():
             try:
-                request_id, gold, text = json.loads(line)
+                request_id, problem, text = json.loads(line)
+                gold, prompt, columns = problem
             except (ValueError, TypeError):
                 # The rest of a request that a killed child had begun to read. It is sent again.
                 continue
@@ -162,7 +170,7 @@ def _serve(function: GradingFunction, cpu_seconds: float, state: SharedState, pi
             # The default action of the timer's signal, SIGPROF, ends the process.
             signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
             try:
-                reply = grade_one(function, gold, text)
+                reply = grade_one(grader, gold, text, prompt, columns)
             finally:
                 if os.getpid() != pid:  # a copy of this process that the function has forked
                     os._exit(0)
@@ -180,10 +188,13 @@ def _serve(function: GradingFunction, cpu_seconds: float, state: SharedState, pi
         os._exit(1)
 
 
-def grade_one(function: GradingFunction, gold: Any, text: str) -> dict[str, Any]:
+def grade_one(
+    grader: Grader, gold: Any, text: str, prompt: str = "", columns: Mapping[str, Any] = EMPTY
+) -> dict[str, Any]:
     """Return the reply. Every error is reported to the trainer's process, which raises it."""
     try:
-        verdict = as_verdict(function(gold, text), text)
+        result = call(grader.function, grader.parameters, text, gold, prompt, columns)
+        verdict = as_verdict(result, text)
     except MemoryError:
         raise
     except UserError as error:

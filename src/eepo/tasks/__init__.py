@@ -18,14 +18,23 @@ from eepo.tasks.dataset import Dataset
 from eepo.tasks.reasoning_gym import ReasoningGym
 from eepo.tasks.shortcut import Shortcut
 from eepo.tasks.sums import Sums
+from eepo.types import RowColumns
 
 
-def build_task(config: TaskConfig, tokenizer: Any, order_seed: int = 0) -> Task:
-    """Build a task. `order_seed` is the seed of the run: it selects the training problems."""
+def build_task(
+    config: TaskConfig,
+    tokenizer: Any,
+    order_seed: int = 0,
+    reward_columns: RowColumns = RowColumns(),  # noqa: B008 (frozen)
+) -> Task:
+    """Build a task. `order_seed` is the seed of the run: it selects the training problems.
+
+    `reward_columns` are the columns of a data set that the reward function receives.
+    """
     if isinstance(config, CountdownConfig):
         return Countdown(config, tokenizer, order_seed)
     if isinstance(config, DatasetConfig):
-        return Dataset(config, tokenizer, order_seed)
+        return Dataset(config, tokenizer, order_seed, reward_columns)
     if isinstance(config, ShortcutConfig):
         return Shortcut(config, tokenizer, order_seed)
     if isinstance(config, SumsConfig):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eepo.config import BENCHMARK_TITLES
 from eepo.tasks.files import SUFFIXES, Columns, column_names
 from eepo.tasks.problems import Problem, read_problems
-from eepo.types import UserError
+from eepo.types import RowColumns, UserError
 
 
 @dataclass(frozen=True)
@@ -88,20 +88,26 @@ BENCHMARKS: dict[str, Benchmark] = {
 }
 
 
-def load_benchmark(name: str, data_dir: str = "") -> list[Problem]:
+def load_benchmark(
+    name: str,
+    data_dir: str = "",
+    reward_columns: RowColumns = RowColumns(),  # noqa: B008 (frozen)
+) -> list[Problem]:
     """Load a benchmark from a file in `data_dir` if it is given, else from the hub."""
     benchmark = BENCHMARKS.get(name)
     if benchmark is None:
         raise UserError(f"unknown benchmark {name!r}; choose from {', '.join(BENCHMARKS)}")
     if not data_dir:
-        return read_problems(benchmark.hub, benchmark.columns, benchmark.split)
+        columns = replace(benchmark.columns, reward=reward_columns)
+        return read_problems(benchmark.hub, columns, benchmark.split)
     folder = Path(data_dir)
     paths = [folder / f"{stem}{suffix}" for stem in benchmark.stems() for suffix in SUFFIXES]
     file = next((path for path in paths if os.path.isfile(path)), None)
     if file is None:
         names = ", ".join(path.name for path in paths)
         raise UserError(f"benchmark {name}: no file in {data_dir}; looked for {names}")
-    return read_problems(str(file), _columns_of(file, benchmark))
+    columns = replace(_columns_of(file, benchmark), reward=reward_columns)
+    return read_problems(str(file), columns)
 
 
 def _columns_of(file: Path, benchmark: Benchmark) -> Columns:

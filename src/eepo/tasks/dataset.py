@@ -12,7 +12,7 @@ from eepo.tasks.order import shuffled_index
 from eepo.tasks.overlap import find_overlap
 from eepo.tasks.problems import Columns, Problem, read_problems, short_name, split_at_mark
 from eepo.tasks.templates import Example, render
-from eepo.types import Demonstration, Prompt, UserError
+from eepo.types import Demonstration, Prompt, RowColumns, UserError
 
 IN_DISTRIBUTION = "in_distribution"  # the evaluation set of held-out training problems
 EXAMPLES = "examples"  # selects the solved examples in the prompt
@@ -33,7 +33,7 @@ def make_prompts(
     for problem in problems:
         text, token_ids = render(problem.text, template, tokenizer, examples)
         if len(token_ids) <= max_prompt_tokens:
-            prompts.append(Prompt(problem.id, text, token_ids, problem.answer))
+            prompts.append(Prompt(problem.id, text, token_ids, problem.answer, problem.columns))
     return prompts, len(problems) - len(prompts)
 
 
@@ -44,15 +44,26 @@ class Dataset:
     are also in the training set. `examples` are the solved problems that every prompt starts with.
     """
 
-    def __init__(self, config: DatasetConfig, tokenizer: Any, order_seed: int = 0) -> None:
-        """`order_seed` is the seed of the run. It selects the order of the training problems."""
+    def __init__(
+        self,
+        config: DatasetConfig,
+        tokenizer: Any,
+        order_seed: int = 0,
+        reward_columns: RowColumns = RowColumns(),  # noqa: B008 (frozen)
+    ) -> None:
+        """`order_seed` is the seed of the run. It selects the order of the training problems.
+
+        `reward_columns` are the columns that prompts carry for the reward function.
+        """
         self.config = config
         self.tokenizer = tokenizer
         self.order_seed = order_seed
         self.notes: list[str] = []
         if not config.train:
             raise UserError("task.train is empty; give a file or a hub data set")
-        self._columns = Columns(config.problem_column, config.answer_column, config.level_column)
+        self._columns = Columns(
+            config.problem_column, config.answer_column, config.level_column, reward_columns
+        )
         train, held_out = self._hold_out(self._read_train())
         train, self.examples = self._take_examples(train)
         self._prompts = self._prompts_within_limit(
@@ -166,7 +177,7 @@ class Dataset:
             if name in sets:
                 raise UserError(f"task.evaluation names two sets {name!r}; rename one of the files")
             if source in BENCHMARKS:
-                problems = load_benchmark(source, config.data_dir)
+                problems = load_benchmark(source, config.data_dir, self._columns.reward)
             else:
                 problems = read_problems(
                     source, self._columns, config.evaluation_split, config.data_dir

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from eepo.runs.jsonl import parse_json, read_rows
-from eepo.types import UserError
+from eepo.types import RowColumns, UserError
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 # owner/name, optionally followed by :config or by :file of the repository
@@ -22,15 +22,20 @@ Row = tuple[str, dict[str, Any]]  # location for error messages, columns
 
 @dataclass(frozen=True)
 class Columns:
-    """Names the columns of a data set. The level column is optional."""
+    """Names the columns of a data set. The level column is optional.
+
+    `reward` selects the columns that a user's reward function receives.
+    """
 
     problem: str = "problem"
     answer: str = "answer"
     level: str = "level"
+    reward: RowColumns = RowColumns()
 
-    def used(self) -> tuple[str, ...]:
-        """Return all columns that are used. Other columns, such as images, are not loaded."""
-        return self.problem, self.answer, self.level, "id", "solution"
+    def used(self, names: Sequence[str]) -> list[str]:
+        """Return the columns that are used. Other columns, such as images, are not loaded."""
+        used = (self.problem, self.answer, self.level, "id", "solution")
+        return [name for name in names if name in used or self.reward.has(name)]
 
 
 def short_name(source: str) -> str:
@@ -105,7 +110,7 @@ def _parquet_rows(file: Path, columns: Columns) -> Iterator[Row]:
     table = _open_parquet(file)
     names = _parquet_columns(table, file)
     check_columns(names, columns, str(file))
-    used = [name for name in names if name in columns.used()]
+    used = columns.used(names)
     index = 0
     with _parquet_errors(str(file)):
         for batch in table.iter_batches(1024, columns=used):
@@ -170,7 +175,7 @@ def _hub_rows(name: str, part: str, split: str, columns: Columns) -> Iterator[Ro
     with _hub_errors(f"{source}, split {split!r}"):
         rows = datasets.load_dataset(name, split=split, **options)
     check_columns(list(rows.column_names), columns, source)
-    used = [column for column in rows.column_names if column in columns.used()]
+    used = columns.used(rows.column_names)
     with _hub_errors(f"{source}, split {split!r}"):
         for index, row in enumerate(rows.select_columns(used)):
             where = f"{source}: row {index}"
@@ -210,14 +215,20 @@ _READERS: dict[str, Callable[[Path, Columns], Iterator[Row]]] = {
 
 
 def check_columns(names: Sequence[str], columns: Columns, where: str) -> None:
-    """Raise a UserError if the problem or the answer column is missing."""
-    for knob, column in (
-        ("task.problem_column", columns.problem),
-        ("task.answer_column", columns.answer),
-    ):
+    """Raise a UserError if the problem or the answer column is missing, or one for the reward."""
+    needed = {columns.problem: "task.problem_column", columns.answer: "task.answer_column"}
+    for name in columns.reward.required:
+        needed.setdefault(name, "a parameter of the reward function")
+    for column, purpose in needed.items():
         if column not in names:
             present = ", ".join(map(str, names)) or "none"
-            raise UserError(f"{where}: no column {column!r} ({knob}); columns: {present}")
+            raise UserError(f"{where}: no column {column!r} ({purpose}); columns: {present}")
+    for name in columns.reward.ambiguous:
+        if name in names:
+            raise UserError(
+                f"{where}: the reward function has two parameters, and {name!r} is also a column; "
+                f"use (completion, {name}) for the column, or (gold, completion)"
+            )
 
 
 def _check_object(row: Any, where: str) -> dict[str, Any]:

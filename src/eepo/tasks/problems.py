@@ -6,11 +6,12 @@ wrong gold answer is a wrong reward.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import reprlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from eepo.rewards.boxed import last_boxed
@@ -40,6 +41,7 @@ class Problem:
     answer: str
     level: int | None = None
     solution: str | None = None
+    columns: dict[str, Any] = field(default_factory=dict)  # those that the reward receives
 
 
 class MissingAnswer(UserError):
@@ -106,7 +108,13 @@ def _problem(row: dict[str, Any], where: str, columns: Columns, default_id: str)
         answer=answer,
         level=_level(row.get(columns.level)),
         solution=solution if isinstance(solution, str) and solution.strip() else None,
+        columns=_as_json({name: row[name] for name in row if columns.reward.has(name)}),
     )
+
+
+def _as_json(row: dict[str, Any]) -> dict[str, Any]:
+    """Convert values as JSON stores them: a date becomes a text, because JSON has no dates."""
+    return json.loads(json.dumps(row, default=str)) if row else row
 
 
 def _cell_text(value: Any, where: str) -> str:
