@@ -29,8 +29,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from hypothesis import settings
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from eepo.config import CountdownConfig, ModelConfig
 from eepo.model import loading
@@ -42,6 +43,11 @@ settings.load_profile("eepo")
 
 CPU = torch.device("cpu")
 TIED = {"qwen3", "gemma2", "cohere"}  # tied heads; the other families have separate ones
+CHAT = (
+    "{{ bos_token }}"
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 class PlainScores(NamedTuple):
@@ -110,6 +116,31 @@ def file_size_limit() -> Callable[[int], AbstractContextManager[None]]:
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     return build_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> Callable[..., Any]:
+    """Build a byte-level tokenizer with an optional BOS token and a chat template."""
+
+    def build(*, bos: bool = True, chat: str | None = CHAT) -> Any:
+        special = ["<bos>", "<eos>", "<user>", "<assistant>"]
+        words = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+        tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        if bos:
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single="<bos> $A", special_tokens=[("<bos>", 0)]
+            )
+        return PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer,
+            bos_token="<bos>" if bos else None,
+            eos_token="<eos>",
+            extra_special_tokens=["<user>", "<assistant>"],
+            chat_template=chat if chat is None or bos else chat.replace("{{ bos_token }}", ""),
+        )
+
+    return build
 
 
 @pytest.fixture(scope="session")

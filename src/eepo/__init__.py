@@ -1,11 +1,23 @@
 """Reinforcement learning with verifiable rewards and exploration.
 
-`eepo.algorithm` contains the whole method.
+`eepo.train`, `eepo.evaluate` and `eepo.grade` are the Python API (docs/api.md). `eepo.algorithm`
+contains the whole method. This module imports torch only when a function is called.
 """
+
+from __future__ import annotations
 
 import os
 
+from eepo.types import Demonstration, Prompt, UserError, Verdict
+
 __version__ = "0.1.0"
+__all__ = [
+    "Demonstration",
+    "Prompt",
+    "UserError",
+    "Verdict",
+    "__version__",
+]
 
 # This must run before torch is imported. OpenMP threads spin while they wait; if two processes
 # share the cores, they spin for threads that cannot run. Measured on 2 cores with two demo runs

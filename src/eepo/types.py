@@ -64,6 +64,9 @@ class RowColumns:
         return self.all or name in self.required or name in self.optional
 
 
+NO_COLUMNS = RowColumns()
+
+
 @dataclass(frozen=True)
 class Completion:
     """One sampled continuation. `token_ids` ends with the end-of-sequence token if `finished`."""

@@ -15,7 +15,7 @@ from eepo.tasks.benchmarks import BENCHMARKS, load_benchmark
 from eepo.tasks.dataset import make_prompts
 from eepo.tasks.problems import SUFFIXES, Columns, Problem, read_problems, short_name
 from eepo.tasks.templates import Example
-from eepo.types import Prompt, RowColumns, UserError
+from eepo.types import NO_COLUMNS, Prompt, RowColumns, UserError
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def load_problems(
     sources: Sequence[str],
     data_dir: str,
     limit: int,
-    reward_columns: RowColumns = RowColumns(),  # noqa: B008 (frozen)
+    reward_columns: RowColumns = NO_COLUMNS,
 ) -> dict[str, list[Problem]]:
     """Load the first `limit` problems (0: all) of each source.
 

@@ -18,14 +18,14 @@ from eepo.tasks.dataset import Dataset
 from eepo.tasks.reasoning_gym import ReasoningGym
 from eepo.tasks.shortcut import Shortcut
 from eepo.tasks.sums import Sums
-from eepo.types import RowColumns
+from eepo.types import NO_COLUMNS, RowColumns
 
 
 def build_task(
     config: TaskConfig,
     tokenizer: Any,
     order_seed: int = 0,
-    reward_columns: RowColumns = RowColumns(),  # noqa: B008 (frozen)
+    reward_columns: RowColumns = NO_COLUMNS,
 ) -> Task:
     """Build a task. `order_seed` is the seed of the run: it selects the training problems.
 

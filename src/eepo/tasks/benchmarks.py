@@ -9,7 +9,7 @@ from pathlib import Path
 from eepo.config import BENCHMARK_TITLES
 from eepo.tasks.files import SUFFIXES, Columns, column_names
 from eepo.tasks.problems import Problem, read_problems
-from eepo.types import RowColumns, UserError
+from eepo.types import NO_COLUMNS, RowColumns, UserError
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ BENCHMARKS: dict[str, Benchmark] = {
 def load_benchmark(
     name: str,
     data_dir: str = "",
-    reward_columns: RowColumns = RowColumns(),  # noqa: B008 (frozen)
+    reward_columns: RowColumns = NO_COLUMNS,
 ) -> list[Problem]:
     """Load a benchmark from a file in `data_dir` if it is given, else from the hub."""
     benchmark = BENCHMARKS.get(name)

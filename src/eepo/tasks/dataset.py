@@ -12,7 +12,7 @@ from eepo.tasks.order import shuffled_index
 from eepo.tasks.overlap import find_overlap
 from eepo.tasks.problems import Columns, Problem, read_problems, short_name, split_at_mark
 from eepo.tasks.templates import Example, render
-from eepo.types import Demonstration, Prompt, RowColumns, UserError
+from eepo.types import NO_COLUMNS, Demonstration, Prompt, RowColumns, UserError
 
 IN_DISTRIBUTION = "in_distribution"  # the evaluation set of held-out training problems
 EXAMPLES = "examples"  # selects the solved examples in the prompt
@@ -49,7 +49,7 @@ class Dataset:
         config: DatasetConfig,
         tokenizer: Any,
         order_seed: int = 0,
-        reward_columns: RowColumns = RowColumns(),  # noqa: B008 (frozen)
+        reward_columns: RowColumns = NO_COLUMNS,
     ) -> None:
         """`order_seed` is the seed of the run. It selects the order of the training problems.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from eepo.runs.jsonl import parse_json, read_rows
-from eepo.types import RowColumns, UserError
+from eepo.types import NO_COLUMNS, RowColumns, UserError
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 # owner/name, optionally followed by :config or by :file of the repository
@@ -30,7 +30,7 @@ class Columns:
     problem: str = "problem"
     answer: str = "answer"
     level: str = "level"
-    reward: RowColumns = RowColumns()
+    reward: RowColumns = NO_COLUMNS
 
     def used(self, names: Sequence[str]) -> list[str]:
         """Return the columns that are used. Other columns, such as images, are not loaded."""

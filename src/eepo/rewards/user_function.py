@@ -1,0 +1,95 @@
+"""Finds a user's reward function by its name: `module:function` or `file.py:function`.
+
+Only the grading processes import the user's module. The trainer's process reads its text.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from eepo.rewards.arguments import Parameters, parameters_in
+from eepo.types import RowColumns, UserError
+
+FORMS = "module:function or file.py:function"
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Split at the last colon, into the module or file, and the function."""
+    module, _, function = name.rpartition(":")
+    return module, function
+
+
+def is_user_function(name: str) -> bool:
+    return all(split_name(name)) and split_name(name)[1].isidentifier()
+
+
+def check_user_function(name: str) -> Parameters | None:
+    """Check that the function exists, and return its parameters if the module's text shows them."""
+    module, function = split_name(name)
+    source = _find_source(module, name)
+    text = source.read_text("utf-8", "replace") if source.suffix == ".py" else ""
+    # A star import or __getattr__ may provide any name.
+    if text and not re.search(rf"\b{function}\b|import \*|__getattr__", text):
+        raise UserError(f'reward.name = "{name}": {source} has no function {function}')
+    parameters = parameters_in(text, function)
+    if parameters is not None:
+        try:
+            parameters.check()
+        except UserError as error:
+            raise UserError(f'reward.name = "{name}": {error}') from None
+    return parameters
+
+
+def columns_for(name: str) -> RowColumns:
+    """Return the columns of a row that the function receives; all if its text does not tell."""
+    parameters = check_user_function(name)
+    return RowColumns(all=True) if parameters is None else parameters.columns()
+
+
+def load_function(name: str) -> Callable[..., Any]:
+    """Import the function, from the working directory or the environment, or from a file."""
+    module, function = split_name(name)
+    if not module.endswith(".py"):
+        sys.path.insert(0, os.getcwd())
+        return getattr(importlib.import_module(module), function)
+    return getattr(_import_file(Path(module)), function)
+
+
+def _import_file(file: Path) -> ModuleType:
+    """Import a file as a module of its name. The modules next to it can be imported, too."""
+    sys.path[:0] = [str(file.resolve().parent), os.getcwd()]
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module  # dataclasses and pickle look it up
+    spec.loader.exec_module(module)
+    return module
+
+
+def _find_source(module: str, name: str) -> Path:
+    """Return the file of a module; for built-in modules, a path without .py."""
+    if module.endswith(".py"):
+        if not os.path.isfile(module):
+            raise UserError(f'reward.name = "{name}": no file {module}')
+        return Path(module)
+    sys.path.insert(0, os.getcwd())
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        spec = None
+    finally:
+        sys.path.pop(0)
+    if spec is None:
+        raise UserError(
+            f'reward.name = "{name}": no module {module} in the working directory or environment'
+        )
+    return Path(spec.origin or "")
