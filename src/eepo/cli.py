@@ -182,10 +182,11 @@ def warmup(
 ) -> None:
     """Supervised warm start: train a new or a base model on demonstrations of a task."""
     from eepo import assemble
+    from eepo.api import print_if_nothing_to_resume
     from eepo.recipe import load_warmup
 
     progress = Progress()
-    _print_if_nothing_to_resume(out, resume, progress)
+    print_if_nothing_to_resume(out, resume, progress)
     config = load_warmup(recipe, overrides or ())
     final = assemble.build_warmup(config, out, resume, progress, force).run()
     progress.print(f"weights: {final}")
@@ -200,15 +201,9 @@ def train(
     force: Force = False,
 ) -> None:
     """Train one recipe. It may be stopped at any time; --resume continues as if never stopped."""
-    from eepo import assemble
-    from eepo.recipe import load_run
+    from eepo import api
 
-    progress = Progress()
-    _print_if_nothing_to_resume(out, resume, progress)
-    config = load_run(recipe, overrides or ())
-    final = assemble.build_trainer(config, out, resume, progress, force).run()
-    progress.print(f"weights: {final}")
-    progress.print(f"write a report with: eepo report {out} --out report.html")
+    api.train(recipe, out, set=overrides, resume=resume, force=force)
 
 
 @app.command()
@@ -465,21 +460,9 @@ def evaluate(
 
     A run is evaluated as it was trained. The same command continues a stopped evaluation.
     """
-    from eepo import assemble
-    from eepo.evaluation.trained_run import evaluation_name
-    from eepo.reports.benchmark_results import ACCURACY, read_results
-    from eepo.reports.benchmark_tables import (
-        format_terminal,
-        measures_table,
-        write_benchmark_tables,
-    )
+    from eepo import api
 
-    progress, folder = Progress(), out or Path("evaluations") / evaluation_name(options.model)
-    results = assemble.build_evaluation(options, folder, progress).run()
-    rows = read_results([folder])
-    files = [results, *write_benchmark_tables(rows, folder, ACCURACY)]
-    progress.console.print(format_terminal(measures_table(rows[0]), progress.console.width))
-    progress.print(f"results: {', '.join(map(str, files))}; completions: {folder / 'completions'}")
+    api.run_evaluation(options, out, Progress())
 
 
 @app.command()
@@ -562,15 +545,6 @@ def import_verl(
     progress = Progress()
     progress.print(f"weights: {folder}")
     progress.print(f"evaluate with: eepo eval {folder} --benchmarks math500")
-
-
-def _print_if_nothing_to_resume(out: Path, resume: bool, progress: Progress) -> None:
-    """Print that the run starts at step 1.
-
-    Scripts may always give --resume, so this is no error. The line helps if --out is misspelt.
-    """
-    if resume and not any((out / name).exists() for name in ("recipe.toml", "metrics.jsonl")):
-        progress.print(f"no run in {out} yet: starts at step 1")
 
 
 def _compare(

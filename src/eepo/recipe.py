@@ -5,6 +5,7 @@ Every mistake is a one-line error with the key, its value and what is allowed.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import functools
@@ -34,8 +35,13 @@ RENAMED = {"algorithm.later_advantages": "algorithm.stage2_negative_advantages"}
 Config = TypeVar("Config", bound=RunConfig | WarmupConfig)
 
 
-def load_run(recipe: str | Path, overrides: typing.Sequence[str] = ()) -> RunConfig:
-    """Load a training recipe: a file, or a shipped recipe by name such as `countdown/eepo`."""
+def load_run(
+    recipe: str | Path | typing.Mapping[str, Any] | RunConfig, overrides: typing.Sequence[str] = ()
+) -> RunConfig:
+    """Load a training recipe: a file, a shipped recipe by name such as `countdown/eepo`, or tables.
+
+    `extends` in tables names a file or a shipped recipe.
+    """
     return load(RunConfig, recipe, overrides)
 
 
@@ -43,11 +49,18 @@ def load_warmup(recipe: str | Path, overrides: typing.Sequence[str] = ()) -> War
     return load(WarmupConfig, recipe, overrides)
 
 
-def load(kind: type[Config], recipe: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
-    tables = _tables(recipe)
-    _check_kind(kind, tables, str(recipe))
+def load(
+    kind: type[Config],
+    recipe: str | Path | typing.Mapping[str, Any] | RunConfig,
+    overrides: typing.Sequence[str] = (),
+) -> Config:
+    if isinstance(recipe, str | Path):
+        tables, source = _tables(recipe), str(recipe)
+    else:
+        tables, source = _given(recipe), "recipe"
+    _check_kind(kind, tables, source)
     given = {_override(tables, override, kind) for override in overrides}
-    return parse(kind, tables, str(recipe), given)
+    return parse(kind, tables, source, given)
 
 
 def parse(
@@ -136,6 +149,16 @@ def _tables(recipe: str | Path) -> dict[str, Any]:
             part = part | {"name": f"{tables.get('name', RunConfig.name)}+{file.stem}"}
         tables = _merged(tables, part)
     return tables
+
+
+def _given(recipe: typing.Mapping[str, Any] | RunConfig) -> dict[str, Any]:
+    """Copy the tables of a recipe that is not a file."""
+    if isinstance(recipe, RunConfig):
+        return dataclasses.asdict(recipe)
+    tables = copy.deepcopy(dict(recipe))
+    _check_contents(tables, "recipe")
+    base = tables.pop("extends", None)
+    return tables if base is None else _merged(_tables(str(base)), tables)
 
 
 def _part(name: str, folder: Path) -> Path:
@@ -428,6 +451,8 @@ def _allowed(options: tuple[Any, ...], bounds: typing.Mapping[str, Any]) -> str:
     )
     texts = []
     for option in options:
+        if option is types.NoneType:
+            continue
         if typing.get_origin(option) is tuple:
             texts.append(f"a list of {words[typing.get_args(option)[0]].removeprefix('a ')}s")
         elif typing.get_origin(option) is typing.Literal:

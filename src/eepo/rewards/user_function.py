@@ -54,6 +54,28 @@ def columns_for(name: str) -> RowColumns:
     return RowColumns(all=True) if parameters is None else parameters.columns()
 
 
+def name_of(function: Callable[..., Any]) -> str:
+    """Return the name by which grading processes can import a function.
+
+    A function of a script or a single module is named by its file: the folder of the script may not
+    be on the path of the grading processes.
+    """
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    module = sys.modules.get(getattr(function, "__module__", ""))
+    spec, file = getattr(module, "__spec__", None), getattr(module, "__file__", None) or ""
+    found = name.isidentifier() and getattr(module, name, None) is function
+    module_name = spec.name if spec else getattr(module, "__name__", "")  # of `python -m`, too
+    if found and "." in module_name:
+        return f"{module_name}:{name}"
+    if found and file.endswith(".py"):
+        inside = Path(file).resolve().is_relative_to(Path.cwd())
+        return f"{os.path.relpath(file) if inside else os.path.abspath(file)}:{name}"
+    raise UserError(
+        f"the reward function {name} cannot be imported by the grading processes; define it with "
+        "def at the top level of a .py file"
+    )
+
+
 def load_function(name: str) -> Callable[..., Any]:
     """Import the function, from the working directory or the environment, or from a file."""
     module, function = split_name(name)

@@ -19,7 +19,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import eepo
 from eepo.runs.jsonl import read_records
 from eepo.runs.rewind import rewind
 from eepo.runs.writing import flush_to_disk, writing
@@ -125,7 +124,7 @@ def remove_temporary_files(folder: Path) -> None:
 def environment(device: str) -> dict[str, Any]:
     """Describe the software and hardware, so that the numbers can be reproduced."""
     return {
-        "eepo": eepo.__version__,
+        "eepo": _version("eepo"),
         "commit": _commit(),
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
