@@ -19,9 +19,11 @@ from dataclasses import Field, fields, is_dataclass
 from typing import Any
 
 MARKER = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
+SECTION = re.compile("(Args|Attributes|Returns|Raises|Yields):")
+ITEM = re.compile(r" {4}(\*{0,2}\w+): (.*)")
 # The modules of the page on Python, with the names that it shows. Empty: `__all__` of the module.
 PUBLIC_NAMES: dict[str, tuple[str, ...]] = {
-    "eepo.api": (),
+    "eepo.api": ("train", "evaluate", "grade", "load_recipe", "TrainResult", "EvaluationResult"),
     "eepo.types": ("Prompt", "Completion", "Verdict", "Sampling", "Demonstration", "UserError"),
     "eepo.protocols": ("Reward", "Task", "RolloutEngine"),
     "eepo.algorithm": (),
@@ -218,8 +220,18 @@ def signature(value: Any) -> str:
 
 
 def _text(text: str | None) -> str:
-    """Return a docstring as Markdown."""
-    return inspect.cleandoc(text or "")
+    """Return a docstring as Markdown: sections such as `Args:` become lists."""
+    lines, in_section = [], False
+    for line in inspect.cleandoc(text or "").splitlines():
+        if SECTION.fullmatch(line):
+            in_section = True
+            lines += [f"**{line}**", ""]
+        elif in_section and (item := ITEM.fullmatch(line)):
+            lines.append(f"- `{item[1]}`: {item[2]}")
+        else:
+            in_section = in_section and (not line or line[0] == " ")
+            lines.append(line.removeprefix("    ") if in_section else line)
+    return "\n".join(lines)
 
 
 def _cell(text: str | None) -> str:
