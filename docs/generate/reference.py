@@ -15,7 +15,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterator
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
 MARKER = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
@@ -117,7 +117,8 @@ def _section(name: str, kinds: list[type]) -> Iterator[str]:
     yield f"## `[{name}]`\n"
     for kind in kinds:
         if len(kinds) > 1:
-            yield f'### `name = "{kind.name}"`\n'  # type: ignore[attr-defined]
+            # A task of your own has no fixed name.
+            yield f'### `name = "{getattr(kind, "name", "") or "module:Class"}"`\n'
         yield f"{_text(kind.__doc__)}\n"
         yield from _knob_table(name, kind)
 
@@ -134,7 +135,8 @@ def _knob_table(section: str, kind: type) -> Iterator[str]:
 def _knob_row(section: str, each: Field[Any], hint: Any) -> str:
     name = f"{section}.{each.name}" if section else each.name
     help = each.metadata.get("help", "") or "Selects this task."
-    return f"| `{name}` | `{_toml(each.default)}` | {_allowed(each, hint)} | {_cell(help)} |"
+    default = each.default if each.default_factory is MISSING else each.default_factory()
+    return f"| `{name}` | `{_toml(default)}` | {_allowed(each, hint)} | {_cell(help)} |"
 
 
 def _toml(value: Any) -> str:
@@ -154,6 +156,8 @@ def _allowed(each: Field[Any], hint: Any) -> str:
     for kind in typing.get_args(hint) if is_union else (hint,):
         if typing.get_origin(kind) is typing.Literal:
             words += [f'`"{choice}"`' for choice in typing.get_args(kind)]
+        elif typing.get_origin(kind) is dict:
+            names.append("table")
         elif typing.get_origin(kind) is tuple:
             names.append(f"list of {typing.get_args(kind)[0].__name__}")
         else:
