@@ -14,7 +14,7 @@ import pytest
 
 import eepo
 from eepo.config import RunConfig
-from eepo.rewards.user_function import name_of
+from eepo.rewards.user_code import name_of
 
 TINY: dict[str, Any] = {
     "training.num_steps": 1,

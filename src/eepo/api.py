@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from eepo import recipe as recipes
 from eepo.config import RewardConfig, RunConfig
 from eepo.evaluation.options import BenchmarkOptions, split_names
-from eepo.rewards.user_function import name_of
+from eepo.rewards.user_code import name_of
 from eepo.runs.jsonl import read_records
 from eepo.runs.progress import Progress
 from eepo.runs.runlog import EVALUATIONS, METRICS

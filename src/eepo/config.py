@@ -182,7 +182,24 @@ class ReasoningGymConfig:
     seed: int = knob(0, "Seed of the problems.", least=0)
 
 
-TaskConfig = CountdownConfig | SumsConfig | ShortcutConfig | DatasetConfig | ReasoningGymConfig
+@dataclass(frozen=True)
+class CustomTaskConfig:
+    """A task that you write: a class, built with (tokenizer, seed) and your options."""
+
+    name: str = knob("", "module:Class or file.py:Class.")
+    options: dict[str, Any] = field(
+        default_factory=dict, metadata={"help": "Keyword arguments of the class."}
+    )
+
+
+TaskConfig = (
+    CountdownConfig
+    | SumsConfig
+    | ShortcutConfig
+    | DatasetConfig
+    | ReasoningGymConfig
+    | CustomTaskConfig
+)
 
 
 @dataclass(frozen=True)
@@ -192,7 +209,7 @@ class RewardConfig:
     name: str = knob(
         "auto",
         "auto: the task's grader. Or math, guess_or_reason, exact, countdown, shortcut, "
-        "reasoning_gym or module:function.",
+        "reasoning_gym, module:function or file.py:function.",
     )
     num_workers: int = knob(0, "Grading processes. 0: one per core, at most 8.", least=0, most=256)
     cpu_seconds: float = knob(

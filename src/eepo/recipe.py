@@ -26,9 +26,11 @@ from eepo.types import UserError
 
 HUGE = 2**63
 METHODS = "methods"  # the folder of recipes that combine with any other
+OPTIONS = "task.options."  # of a custom task; every name is allowed
 MAX_EXTENDS = 100  # files in a chain of `extends`
 MAX_DEPTH = 20  # levels of lists and tables; a recipe needs three
 MAX_BITS = 13_300  # 4,000 digits; Python refuses to print integers of more than 4,300 digits
+USER_NAME = re.compile(r"[^:]+:[^\W\d]\w*")  # module:Class
 UNUSABLE = re.compile("[\0\ud800-\udfff]")  # in file names and prompts
 # Old names of knobs, for the "did you mean" hint where the new name looks different.
 RENAMED = {"algorithm.later_advantages": "algorithm.stage2_negative_advantages"}
@@ -96,7 +98,8 @@ def dump(config: Any) -> str:
     ]
     for name, table in tables.items():
         if isinstance(table, dict):
-            lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in table.items())]
+            knobs = [f"{key} = {_toml_value(value)}" for key, value in table.items()]
+            lines += ["", f"[{name}]", *knobs]
     return "\n".join(lines) + "\n"
 
 
@@ -290,7 +293,7 @@ def _override(tables: dict[str, Any], override: str, kind: Any) -> str:
             raise UserError(f"--set {_cut(override)}: {parent} is a value, not a section")
     tables[name] = value
     knob, known = key.strip(), _knobs(kind)
-    if knob not in known:
+    if knob not in known and not knob.startswith(OPTIONS):
         section = f"{parents[0]}." if parents and parents[0] in known else ""
         allowed = [name.removeprefix(section) for name in known if name.startswith(section)]
         raise _unknown("--set", knob, value, [name for name in allowed if "." not in name], known)
@@ -401,10 +404,15 @@ def _sections(hint: Any) -> list[Any]:
 def _chosen(kinds: list[Any], table: dict[str, Any], where: str) -> Any:
     if len(kinds) == 1 or "name" not in table:
         return kinds[0]
-    named = {kind.name: kind for kind in kinds}
+    named = {kind.name: kind for kind in kinds if kind.name}
+    custom = next((kind for kind in kinds if not kind.name), None)  # its name is the user's
     name = table["name"]
+    if custom is not None and isinstance(name, str) and USER_NAME.fullmatch(name):
+        return custom
     if not isinstance(name, str) or name not in named:
-        raise UserError(f"{where} = {_short(name)} must be one of {', '.join(map(_toml, named))}")
+        own = ", or module:Class" if custom else ""
+        allowed = f"{', '.join(map(_toml, named))}{own}"
+        raise UserError(f"{where} = {_short(name)} must be one of {allowed}")
     return named[name]
 
 
@@ -421,7 +429,9 @@ def _value(hint: Any, value: Any, bounds: typing.Mapping[str, Any], where: str) 
             if isinstance(value, list | tuple) and all(type(item) is kind for item in value):
                 return tuple(value)
             continue
-        if typing.get_origin(option) is typing.Literal:
+        if typing.get_origin(option) is dict:
+            fits = _is_table(value)
+        elif typing.get_origin(option) is typing.Literal:
             fits = isinstance(value, str) and value in typing.get_args(option)
         elif option in (int, float):
             fits = type(value) in (int, option) and _within(value, bounds)
@@ -430,6 +440,21 @@ def _value(hint: Any, value: Any, bounds: typing.Mapping[str, Any], where: str) 
         if fits:
             return float(value) if option is float else value
     raise UserError(f"{where} must be {_allowed(options, bounds)}")
+
+
+def _is_table(value: Any) -> bool:
+    """Check that JSON and TOML can both store the table."""
+    return isinstance(value, dict) and all(
+        isinstance(key, str) and _is_plain(inner) for key, inner in value.items()
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return _within(value, {})
+    return isinstance(value, str | bool) or _is_table(value)
 
 
 def _within(value: float, bounds: typing.Mapping[str, Any]) -> bool:
@@ -455,6 +480,8 @@ def _allowed(options: tuple[Any, ...], bounds: typing.Mapping[str, Any]) -> str:
             continue
         if typing.get_origin(option) is tuple:
             texts.append(f"a list of {words[typing.get_args(option)[0]].removeprefix('a ')}s")
+        elif typing.get_origin(option) is dict:
+            texts.append("a table of texts, numbers, booleans, lists and tables")
         elif typing.get_origin(option) is typing.Literal:
             texts.append("one of " + ", ".join(_toml(choice) for choice in typing.get_args(option)))
         else:
@@ -474,3 +501,13 @@ def _cut(text: str) -> str:
 
 def _toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")
+
+
+def _toml_value(value: Any) -> str:
+    """Write a value as TOML. It differs from JSON in tables only."""
+    if isinstance(value, dict):
+        knobs = (f"{_toml(key)} = {_toml_value(inner)}" for key, inner in value.items())
+        return f"{{{', '.join(knobs)}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    return _toml(value)

@@ -389,7 +389,8 @@ def gold_completions(config: RunConfig, problems: Problems) -> list[tuple[Prompt
 
 def _gold_answer(prompt: Prompt) -> str:
     answer = prompt.answer
-    return str(answer["entry"]["answer"] if isinstance(answer, dict) else answer)
+    is_entry = isinstance(answer, dict) and "entry" in answer  # of reasoning-gym
+    return str(answer["entry"]["answer"] if is_entry else answer)
 
 
 def judge_gold_answers(

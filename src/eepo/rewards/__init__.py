@@ -12,7 +12,7 @@ from eepo.rewards.countdown import CountdownReward
 from eepo.rewards.exact import ExactReward
 from eepo.rewards.isolation import PooledReward
 from eepo.rewards.shortcut import ShortcutReward
-from eepo.rewards.user_function import FORMS, check_user_function, columns_for, is_user_function
+from eepo.rewards.user_code import FORMS, check_user_function, columns_for, is_user_function
 from eepo.types import RowColumns, UserError
 
 if TYPE_CHECKING:

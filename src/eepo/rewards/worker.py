@@ -35,7 +35,7 @@ from eepo.rewards.descendants import (
     kill_group,
 )
 from eepo.rewards.isolation import NO_REQUEST
-from eepo.rewards.user_function import load_function
+from eepo.rewards.user_code import load_module, split_name
 from eepo.types import UserError, Verdict
 
 EMPTY: Mapping[str, Any] = {}
@@ -121,7 +121,7 @@ def main() -> None:
     adopt_orphans()
     atexit.register(_end_all, os.getpid())  # also if the import fails
     os.environ["EEPO_GRADING"] = name  # a script that trains on import gets an error
-    grader = Grader.of(load_function(name))
+    grader = Grader.of(getattr(load_module(name), split_name(name)[1]))
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a module may have changed it
     # Processes that the module has started on import serve all children.
     helpers = descendants(os.getpid()) if _has_children() else []

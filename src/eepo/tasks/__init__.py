@@ -6,6 +6,7 @@ from typing import Any
 
 from eepo.config import (
     CountdownConfig,
+    CustomTaskConfig,
     DatasetConfig,
     ShortcutConfig,
     SumsConfig,
@@ -14,6 +15,7 @@ from eepo.config import (
 from eepo.protocols import Task
 from eepo.tasks import countdown, shortcut
 from eepo.tasks.countdown import Countdown
+from eepo.tasks.custom import CustomTask
 from eepo.tasks.dataset import Dataset
 from eepo.tasks.reasoning_gym import ReasoningGym
 from eepo.tasks.shortcut import Shortcut
@@ -39,6 +41,8 @@ def build_task(
         return Shortcut(config, tokenizer, order_seed)
     if isinstance(config, SumsConfig):
         return Sums(config, tokenizer, order_seed)
+    if isinstance(config, CustomTaskConfig):
+        return CustomTask(config, tokenizer, order_seed)
     return ReasoningGym(config, tokenizer, order_seed)
 
 

@@ -1,6 +1,6 @@
-"""Finds a user's reward function by its name: `module:function` or `file.py:function`.
+"""Finds a user's reward function or task class: `module:name` or `file.py:name`.
 
-Only the grading processes import the user's module. The trainer's process reads its text.
+Only the grading processes import the module of a reward. The trainer's process reads its text.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def is_user_function(name: str) -> bool:
 
 def check_user_function(name: str) -> Parameters | None:
     """Check that the function exists, and return its parameters if the module's text shows them."""
-    module, function = split_name(name)
-    source = _find_source(module, name)
+    _, function = split_name(name)
+    source = find_source(name, "reward.name")
     text = source.read_text("utf-8", "replace") if source.suffix == ".py" else ""
     # A star import or __getattr__ may provide any name.
     if text and not re.search(rf"\b{function}\b|import \*|__getattr__", text):
@@ -76,18 +76,20 @@ def name_of(function: Callable[..., Any]) -> str:
     )
 
 
-def load_function(name: str) -> Callable[..., Any]:
-    """Import the function, from the working directory or the environment, or from a file."""
-    module, function = split_name(name)
-    if not module.endswith(".py"):
+def load_module(name: str) -> ModuleType:
+    """Import the module of `name`, from the working directory, the environment or a file."""
+    module, _ = split_name(name)
+    if module.endswith(".py"):
+        return _import_file(Path(module))
+    if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-        return getattr(importlib.import_module(module), function)
-    return getattr(_import_file(Path(module)), function)
+    return importlib.import_module(module)
 
 
 def _import_file(file: Path) -> ModuleType:
     """Import a file as a module of its name. The modules next to it can be imported, too."""
-    sys.path[:0] = [str(file.resolve().parent), os.getcwd()]
+    folders = [str(file.resolve().parent), os.getcwd()]
+    sys.path[:0] = [folder for folder in folders if folder not in sys.path]
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None
@@ -97,11 +99,15 @@ def _import_file(file: Path) -> ModuleType:
     return module
 
 
-def _find_source(module: str, name: str) -> Path:
-    """Return the file of a module; for built-in modules, a path without .py."""
+def find_source(name: str, knob: str) -> Path:
+    """Return the file of the module of `name`; for built-in modules, a path without .py.
+
+    `knob` is the knob that has the name, for error messages.
+    """
+    module, _ = split_name(name)
     if module.endswith(".py"):
         if not os.path.isfile(module):
-            raise UserError(f'reward.name = "{name}": no file {module}')
+            raise UserError(f'{knob} = "{name}": no file {module}')
         return Path(module)
     sys.path.insert(0, os.getcwd())
     try:
@@ -112,6 +118,6 @@ def _find_source(module: str, name: str) -> Path:
         sys.path.pop(0)
     if spec is None:
         raise UserError(
-            f'reward.name = "{name}": no module {module} in the working directory or environment'
+            f'{knob} = "{name}": no module {module} in the working directory or environment'
         )
     return Path(spec.origin or "")
