@@ -19,6 +19,8 @@ from eepo import config
 from eepo.cli import app
 
 DOCS = Path(__file__).parents[2] / "docs"
+# A file of a checkpoint, and settings of verl.
+NOT_KNOBS = {"training.safetensors", "model.custom_chat_template", "rollout.n"}
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +86,16 @@ def test_markers_of_the_reference_pages_are_replaced(reference: ModuleType) -> N
         used |= {match[1] for match in reference.MARKER.finditer(text)}
         assert "<!-- generated" not in reference.on_page_markdown(text)
     assert used == set(reference.GENERATORS)
+
+
+def test_knobs_in_the_text_of_all_pages_exist(reference: ModuleType) -> None:
+    known = set(re.findall(r"^\| `([\w.]+)` \|", reference.knobs(), re.MULTILINE)) | NOT_KNOBS
+    sections = "model|task|reward|algorithm|training|rollout|evaluation|alarm|logging"
+    name = re.compile(rf"`(?:--set )?((?:{sections})\.[a-z_0-9]+)(?:`| ?=)")
+    pages = [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]
+    found = [(p.name, knob) for p in pages for knob in name.findall(p.read_text(encoding="utf-8"))]
+    assert len(found) > 50
+    assert [(page, knob) for page, knob in found if knob not in known] == []
 
 
 def test_the_first_sentence_of_a_page_follows_its_title() -> None:
