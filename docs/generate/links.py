@@ -3,10 +3,14 @@
 A page links to `../CONTRIBUTING.md` or `../src/eepo/config.py`, as GitHub needs it. This MkDocs
 hook adds such a file to the site as the page `project/PATH.md` and lets the link point to it.
 Markdown files are rendered, other files are shown as source code.
+
+It also warns of pages that load scripts, styles, fonts or images from other hosts: the site must
+work without a network.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from pathlib import Path
@@ -17,7 +21,11 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[2]
 FOLDER = "project"
 LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(\))")
+LOADED = re.compile(r"<(?:script|img|iframe|source|link(?! rel=.canonical))\b[^>]*https?://[^>]*>")
 LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".sh": "bash"}
+
+
+log = logging.getLogger("mkdocs.hooks.links")
 
 
 def target_of(source: Path, link: str) -> Path:
@@ -89,3 +97,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.generated_by:
         return markdown
     return rewrite(Path(page.file.abs_src_path), markdown, page.file.src_uri)
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """Warn of everything that a browser would load from another host."""
+    for found in LOADED.findall(output):
+        log.warning("%s loads from another host: %s", page.file.src_uri, found)
+    return output
