@@ -20,6 +20,8 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
 FOLDER = "project"
+# README.md is not in the navigation: it is a page so that its links are checked, too.
+PROJECT_PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(\))")
 LOADED = re.compile(r"<(?:script|img|iframe|source|link(?! rel=.canonical))\b[^>]*https?://[^>]*>")
 LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".sh": "bash"}
@@ -78,7 +80,7 @@ def content_of(target: Path) -> str:
 def on_files(files: Files, config: Any) -> Files:
     """Add every file outside of docs/ that a page links to, and those that they link to."""
     pages = [Path(file.abs_src_path) for file in files.documentation_pages() if file.abs_src_path]
-    waiting = {ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *pages}
+    waiting = {*(ROOT / name for name in PROJECT_PAGES), *pages}
     done: set[Path] = set()
     while waiting:
         source = waiting.pop()

@@ -25,7 +25,7 @@ def project(tmp_path: Path) -> Path:
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "policy.py").write_text("theta = 1\n", encoding="utf-8")
     (tmp_path / "GUIDE.md").write_text("# Top\n\n[Home](docs/index.md)\n", encoding="utf-8")
-    for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"):
+    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"):
         (tmp_path / name).write_text(f"# {name}\n", encoding="utf-8")
     shutil.copy(ROOT / "docs/generate/links.py", tmp_path / "docs/generate/links.py")
     ours = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
