@@ -206,13 +206,12 @@ def test_the_page_follows_a_run_although_the_clock_goes_back(
     day = 24 * 3600.0
     clock, timer = [time.time()], [0.0]
 
-    def slow(folders: Any, out: Path) -> Path:
+    def slow(folders: Any) -> str:
         clock[0] += 2.0
         timer[0] += 2.0
-        out.write_text(f"drawn at {timer[0]:g}")
-        return out
+        return f"drawn at {timer[0]:g}"
 
-    monkeypatch.setattr(watch, "write_report", slow)
+    monkeypatch.setattr(watch, "report_page", slow)
     log = start_run(tmp_path)
     log.append(METRICS, metrics(1))
     server = serve(tmp_path, clock=lambda: clock[0], timer=lambda: timer[0])
@@ -253,12 +252,11 @@ def test_one_thread_draws_for_all_requests(tmp_path: Path, monkeypatch: pytest.M
     """Matplotlib keeps the fonts of each thread open, so new threads would use up descriptors."""
     drawing_threads = []
 
-    def record(folders: Any, out: Path) -> Path:
+    def record(folders: Any) -> str:
         drawing_threads.append(threading.get_ident())
-        out.write_text("drawing")
-        return out
+        return "drawing"
 
-    monkeypatch.setattr(watch, "write_report", record)
+    monkeypatch.setattr(watch, "report_page", record)
     log, done = start_run(tmp_path), threading.Event()
     report = LiveReport([tmp_path], timer=lambda: 0.0)
     pages: list[bytes] = []
@@ -285,14 +283,13 @@ def test_figures_are_freed_after_each_drawing(
     """Their memory would add up: Python collects cycles of old objects seldom."""
     figures: list[weakref.ref[Figure]] = []
 
-    def draw(folders: Any, out: Path) -> Path:
+    def draw(folders: Any) -> str:
         figure = Figure()
         figure.add_subplot().plot([1, 2])
         figures.append(weakref.ref(figure))
-        out.write_text("drawing")
-        return out
+        return "drawing"
 
-    monkeypatch.setattr(watch, "write_report", draw)
+    monkeypatch.setattr(watch, "report_page", draw)
     start_run(tmp_path).append(METRICS, metrics(1))
     gc.disable()
     try:
@@ -307,13 +304,12 @@ def test_the_report_is_drawn_only_after_files_changed_and_then_pauses(
 ) -> None:
     now, draws = [1000.0], []
 
-    def slow(folders: Any, out: Path) -> Path:
+    def slow(folders: Any) -> str:
         draws.append(now[0])
         now[0] += 2.0  # the time to draw
-        out.write_text(f"drawing {len(draws)}")
-        return out
+        return f"drawing {len(draws)}"
 
-    monkeypatch.setattr(watch, "write_report", slow)
+    monkeypatch.setattr(watch, "report_page", slow)
     log = start_run(tmp_path)
     log.append(METRICS, metrics(1))
     server = serve(tmp_path, timer=lambda: now[0])

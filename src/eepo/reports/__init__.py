@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from eepo.reports.measures import comparison_rows
-from eepo.reports.page import write_report
+from eepo.reports.page import report_page, write_report
 from eepo.reports.records import Run, by_method, read_run, read_runs, run_folders
 from eepo.reports.summary import summary_sentences
 from eepo.reports.tables import html_table, markdown_table, terminal_table
@@ -16,6 +16,7 @@ __all__ = [
     "markdown_table",
     "read_run",
     "read_runs",
+    "report_page",
     "run_folders",
     "summary_sentences",
     "terminal_table",

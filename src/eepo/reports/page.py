@@ -85,13 +85,24 @@ def write_report(run_folders: Sequence[Path | str], out: Path) -> Path:
     runs = read_runs(run_folders)
     figures_folder = out.with_name(f"{out.stem}_figures")
     figures_folder.mkdir(parents=True, exist_ok=True)  # fail now, not after drawing
-    drawn = [(spec, figure, image_bytes(figure, "svg")) for spec, figure in draw_figures(runs)]
+    drawn = _draw(runs)
     text = page(runs, [(spec, figure.get_figwidth(), svg) for spec, figure, svg in drawn])
     _write_figures(drawn, figures_folder)
     with writing(out):
         # A name may contain characters that UTF-8 cannot encode.
         out.write_text(text, encoding="utf-8", errors="replace")
     return out
+
+
+def report_page(run_folders: Sequence[Path | str]) -> str:
+    """Return the page as HTML, and write no file."""
+    runs = read_runs(run_folders)
+    return page(runs, [(spec, figure.get_figwidth(), svg) for spec, figure, svg in _draw(runs)])
+
+
+def _draw(runs: Sequence[Run]) -> list[tuple[FigureSpec, Figure, bytes]]:
+    """Draw the figures, also as SVG."""
+    return [(spec, figure, image_bytes(figure, "svg")) for spec, figure in draw_figures(runs)]
 
 
 def page(runs: Sequence[Run], figures: Sequence[tuple[FigureSpec, float, bytes]]) -> str:

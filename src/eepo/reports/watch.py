@@ -10,12 +10,10 @@ browser send requests here under another host name (DNS rebinding), so the Host 
 from __future__ import annotations
 
 import base64
-import gc
 import hashlib
 import json
 import re
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
@@ -27,7 +25,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from eepo.reports import run_folders, write_report
+from eepo.reports import report_page, run_folders
+from eepo.reports.freed_memory import return_freed_memory
 from eepo.reports.run_files import RunFiles, damage, read_recipe
 from eepo.runs.alarm import active_alarms
 from eepo.runs.runlog import ALARMS, COMPLETIONS, EVALUATIONS, METRICS
@@ -181,8 +180,9 @@ class LiveReport:
             is_paused = self._version and started < self._paused_until
             if version != self._version and not is_paused:
                 page = self._drawer.submit(self._draw).result()
-                gc.collect()  # figures have reference cycles, and Python would collect them late
                 self._page = page.encode("utf-8", errors="replace")
+                del page
+                return_freed_memory()
                 self._version = version
                 finished = self.timer()
                 self._paused_until = finished + PAUSE_RATIO * (finished - started)
@@ -214,9 +214,7 @@ class LiveReport:
         if not ready:
             return waiting_page(f"{', '.join(map(str, self.folders))}: no step is finished yet.")
         try:
-            with tempfile.TemporaryDirectory() as folder:
-                page = write_report(ready, Path(folder) / "report.html")
-                return page.read_text(encoding="utf-8")
+            return report_page(ready)
         except (UserError, OSError) as error:
             return waiting_page(f"The report cannot be drawn now: {error}")
 
