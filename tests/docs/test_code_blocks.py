@@ -1,0 +1,205 @@
+"""Checks the code in README.md and docs/: Python runs, TOML is valid, commands in text exist.
+
+Blocks are found automatically. All Python blocks of a page run in order in one process and one
+folder, as a reader would type them. A comment before a block changes this:
+
+    <!-- not run: REASON -->    needs a GPU, the hub or a cluster, or is a fragment: only its
+                                syntax, its imports and the names of its arguments are checked
+    <!-- file: NAME -->         the block is saved as this file
+
+A block whose first line is a comment with a file name, such as `# my_reward.py`, is saved as that
+file, too.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from eepo import recipe
+from eepo.cli import app
+from eepo.config import RunConfig, WarmupConfig
+from eepo.experiments.plan_file import parse_plan
+from eepo.types import UserError
+
+from .code_blocks import (
+    ALL_BLOCKS,
+    PAGES,
+    ROOT,
+    Block,
+    inline_commands,
+    of_language,
+    read_blocks,
+)
+
+PYTHON = of_language("python", "py")
+RUNNABLE = [
+    page
+    for page in PAGES
+    if any(block.language == "python" and not block.reason for block in read_blocks(page))
+]
+HOSTS = ("EEPOConfig", "EEPOTrainer")  # fragments use these without an import
+
+
+def test_code_is_found() -> None:
+    assert len(PYTHON) > 5
+    assert len(of_language("toml")) > 5
+    assert sum(1 for page in PAGES for _ in inline_commands(page)) > 20
+    assert RUNNABLE
+
+
+@pytest.mark.parametrize("block", ALL_BLOCKS, ids=str)
+def test_a_reason_not_to_run_is_given_only_for_python(block: Block) -> None:
+    assert not block.reason or block.language == "python"
+
+
+# --- Python
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=str)
+def test_python_compiles_and_names_exist(block: Block) -> None:
+    """Check syntax, imports from eepo and installed packages, and names of arguments."""
+    tree = ast.parse(block.text)
+    names: dict[str, Any] = {}
+    own_files = {b.file.removesuffix(".py") for b in read_blocks(block.page)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module not in own_files:
+            names |= imported(node)
+        elif isinstance(node, ast.Import):
+            names |= {each.name: importlib.import_module(each.name) for each in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            check_arguments(node, names)
+
+
+def imported(node: ast.ImportFrom) -> dict[str, Any]:
+    assert node.module is not None
+    module = importlib.import_module(node.module)
+    names = {}
+    for each in node.names:
+        if not hasattr(module, each.name):
+            importlib.import_module(f"{node.module}.{each.name}")  # a module of a package
+            continue
+        names[each.asname or each.name] = getattr(module, each.name)
+    return names
+
+
+def check_arguments(call: ast.Call, names: dict[str, Any]) -> None:
+    """Check keyword arguments of functions and classes that the block imports from eepo."""
+    name = ast.unparse(call.func)
+    if name in HOSTS and name not in names:
+        names |= {name: getattr(importlib.import_module("eepo.adapters.trl"), name)}
+    head, *attributes = name.split(".")
+    called = names.get(head)
+    for attribute in attributes:
+        called = getattr(called, attribute, None)
+    if called is None or not getattr(called, "__module__", "").startswith("eepo"):
+        return
+    parameters = inspect.signature(called).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    wrong = [each.arg for each in call.keywords if each.arg and each.arg not in parameters]
+    assert wrong == [], f"{name} has no such arguments"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_runs(page: Path, tmp_path: Path) -> None:
+    blocks = read_blocks(page)
+    for block in blocks:
+        if block.file:
+            (tmp_path / block.file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / block.file).write_text(block.text, encoding="utf-8")
+    code = [text for block in blocks if (text := code_of(block))]
+    (tmp_path / "page.py").write_text("\n".join(code), encoding="utf-8")
+    command = [sys.executable, "-c", "exec(open('page.py').read())"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, f"{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
+
+
+def code_of(block: Block) -> str:
+    """Return the code that runs a block: of a file, its import; of a recipe, its user's code."""
+    if block.reason:
+        return ""
+    if block.language == "python":
+        return f"import {Path(block.file).stem}" if block.file else block.text
+    tables = tomllib.loads(block.text) if block.language == "toml" else {}
+    if ":" in tables.get("task", {}).get("name", ""):
+        return TRAIN.format(tables | TINY)
+    if ":" in tables.get("reward", {}).get("name", ""):
+        return IMPORT_REWARD.format(tables["reward"])
+    return ""
+
+
+TINY = {
+    "training": {"num_steps": 1, "prompts_per_step": 2, "prompts_per_mini_batch": 2},
+    "algorithm": {"group_size": 2, "max_new_tokens": 4},
+    "evaluation": {"num_samples": 1},
+}
+TRAIN = """
+import eepo
+eepo.train({}, "runs/custom_task")
+"""
+IMPORT_REWARD = """
+from eepo.config import DatasetConfig, RewardConfig
+from eepo.rewards import build_reward
+reward = build_reward(RewardConfig(**{}), DatasetConfig())
+reward.start()
+reward.close()
+"""
+
+
+# --- recipes
+
+
+@pytest.mark.parametrize("block", of_language("toml"), ids=str)
+def test_toml_is_a_valid_recipe_plan_or_section(block: Block) -> None:
+    tables = tomllib.loads(block.text)
+    knobs = {*RunConfig.__dataclass_fields__, *WarmupConfig.__dataclass_fields__, "extends"}
+    if set(tables) <= knobs:
+        kind = WarmupConfig if {"supervised", "scratch"} & set(tables) else RunConfig
+        tables.pop("extends", None)
+        recipe.parse(kind, tables, str(block))
+    elif "methods" in tables:
+        parse_plan(tables, str(block), ROOT / "studies")
+    else:
+        check_fragment(tables, str(block))
+
+
+def check_fragment(tables: dict[str, Any], where: str) -> None:
+    """Check that the knobs belong to one section, which the text of the page names."""
+    errors = []
+    for section in RunConfig.__dataclass_fields__:
+        tasks = ({"name": "dataset"}, {"name": "countdown"}) if section == "task" else ({},)
+        for task in tasks:
+            try:
+                recipe.parse(RunConfig, {section: task | tables}, where)
+                return
+            except UserError as error:
+                errors.append(str(error))
+    pytest.fail("\n".join(errors))
+
+
+# --- commands
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_in_the_text_exist(page: Path) -> None:
+    """Commands in blocks are checked in `test_examples.py`."""
+    for words in inline_commands(page):
+        command: Any = typer.main.get_command(app)
+        while words and hasattr(command, "commands"):
+            assert words[0] in command.commands, f"eepo {' '.join(words)}"
+            command, words = command.commands[words[0]], words[1:]
+        options = {name for option in command.params for name in option.opts} | {"--help"}
+        used = {word.partition("=")[0] for word in words if word.startswith("--")}
+        assert used <= options, f"eepo {command.name} {' '.join(words)}"
