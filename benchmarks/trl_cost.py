@@ -1,4 +1,4 @@
-"""Compares seconds per step of examples/trl_eepo.py and examples/trl_grpo.py.
+"""Compares seconds per step of EEPO and GRPO in TRL, with eepo's small countdown policy on the CPU.
 
     python benchmarks/trl_cost.py [STEPS [ROUNDS]]
 
@@ -8,32 +8,79 @@ left out.
 
 from __future__ import annotations
 
-import runpy
 import statistics
 import sys
 import tempfile
-from pathlib import Path
+from typing import Any
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+from datasets import Dataset
+from transformers import AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+
+from eepo.adapters.trl import EEPOConfig, EEPOTrainer
+from eepo.config import CountdownConfig
+from eepo.model.loading import resolve
+from eepo.rewards.countdown import CountdownReward
+from eepo.tasks.countdown import Countdown
+from eepo.types import Prompt
+
+METHODS: dict[str, tuple[Any, Any]] = {
+    "grpo": (GRPOConfig, GRPOTrainer),
+    "eepo": (EEPOConfig, EEPOTrainer),
+}
+MODEL = resolve("builtin:countdown")
 
 
-def step_seconds(name: str, steps: int) -> list[float]:
-    """Run an example and return the seconds of all steps but the first."""
+def countdown(prompts: list[str], completions: list[str], answer: list[dict], **_: Any) -> Any:
+    problems = [Prompt("", text, (), value) for text, value in zip(prompts, answer, strict=True)]
+    return [verdict.reward for verdict in CountdownReward().grade(problems, completions)]
+
+
+def train(method: str, folder: str, steps: int) -> Any:
+    """Train, and return the trainer."""
+    config_class, trainer_class = METHODS[method]
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    problems = Countdown(CountdownConfig(), tokenizer).training_prompts(0, 1000)
+    rows = [{"prompt": problem.text, "answer": problem.answer} for problem in problems]
+    args = config_class(
+        output_dir=folder,
+        max_steps=steps,
+        per_device_train_batch_size=32,
+        gradient_accumulation_steps=2,
+        num_generations=8,
+        max_completion_length=24,
+        learning_rate=1e-4,
+        beta=1e-4,
+        entropy_coef=1e-5,
+        use_bias_correction_kl=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+    )
+    data = Dataset.from_list(rows)
+    trainer = trainer_class(MODEL, countdown, args, train_dataset=data, processing_class=tokenizer)
+    trainer.train()
+    return trainer
+
+
+def step_seconds(method: str, steps: int) -> list[float]:
+    """Train, and return the seconds of all steps but the first."""
     with tempfile.TemporaryDirectory() as folder:
-        sys.argv = [name, folder, str(steps)]
-        log = runpy.run_path(str(EXAMPLES / name))["trainer"].state.log_history
+        log = train(method, folder, steps).state.log_history
     return [entry["step_time"] for entry in log if "step_time" in entry][1:]
 
 
 def main(steps: int = 11, rounds: int = 3) -> None:
-    medians: dict[str, list[float]] = {"trl_grpo.py": [], "trl_eepo.py": []}
+    medians: dict[str, list[float]] = {method: [] for method in METHODS}
     for _ in range(rounds):
-        for name, values in medians.items():
-            values.append(statistics.median(step_seconds(name, steps)))
-    for name, values in medians.items():
+        for method, values in medians.items():
+            values.append(statistics.median(step_seconds(method, steps)))
+    for method, values in medians.items():
         listed = ", ".join(f"{value:.3f}" for value in values)
-        print(f"{name}: median seconds per step in each round: {listed}")
-    pairs = zip(medians["trl_eepo.py"], medians["trl_grpo.py"], strict=True)
+        print(f"{method}: median seconds per step in each round: {listed}")
+    pairs = zip(medians["eepo"], medians["grpo"], strict=True)
     ratios = sorted(eepo / grpo for eepo, grpo in pairs)
     print(f"EEPO / GRPO: {statistics.median(ratios):.2f} [{ratios[0]:.2f}, {ratios[-1]:.2f}]")
 
