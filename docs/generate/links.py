@@ -24,6 +24,7 @@ FOLDER = "project"
 PROJECT_PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(\))")
 LOADED = re.compile(r"<(?:script|img|iframe|source|link(?! rel=.canonical))\b[^>]*https?://[^>]*>")
+NO_SEARCH = "---\nsearch:\n  exclude: true\n---\n\n"
 LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".sh": "bash"}
 
 
@@ -69,12 +70,17 @@ def rewrite(source: Path, text: str, page: str) -> str:
 
 
 def content_of(target: Path) -> str:
-    """Return a file from outside of docs/ as the text of a page."""
+    """Return a file from outside of docs/ as the text of a page.
+
+    The search finds neither source code nor the README, which repeats other pages.
+    """
     text = (ROOT / target).read_text(encoding="utf-8")
-    if target.suffix == ".md":
-        return rewrite(ROOT / target, text, page_name(target))
-    fence = "`" * 4
-    return f"# `{target}`\n\n{fence} {LANGUAGES.get(target.suffix, 'text')}\n{text}\n{fence}\n"
+    if target.suffix != ".md":
+        fence = "`" * 4
+        language = LANGUAGES.get(target.suffix, "text")
+        return f"{NO_SEARCH}# `{target}`\n\n{fence} {language}\n{text}\n{fence}\n"
+    page = rewrite(ROOT / target, text, page_name(target))
+    return NO_SEARCH + page if target.name == "README.md" else page
 
 
 def on_files(files: Files, config: Any) -> Files:
