@@ -221,6 +221,8 @@ def test_grade_passes_prompt_and_columns_to_a_function(folder: Path) -> None:
     )
     rows = [{"completion": "a", "gold": "b", "prompt": "four", "level": level} for level in (1, 2)]
     assert [v.reward for v in eepo.grade(rows, "mine:grade", num_workers=1)] == [5, 6]
+    (folder / "other.py").write_text("def grade(completion):\n    return len(completion)\n")
+    assert eepo.grade([{"completion": "four"}], "other.py:grade", num_workers=1)[0].reward == 4
 
 
 SCRIPT = """

@@ -99,7 +99,7 @@ def train(
 
     Raises:
         UserError: If the recipe, the data or the reward is wrong, if `out` contains another run,
-            if memory runs out, or if the run is stopped. The message is one line.
+            if GPU memory runs out in a step, or if the run is stopped. The message is one line.
     """
     _refuse_in_grading_process("train")
     from eepo import assemble
@@ -158,8 +158,8 @@ def grade(
     """Grade completions in processes with time and memory limits, like the command `eepo grade`.
 
     Args:
-        rows: Dictionaries with `completion` (a text) and `gold` (a text or a number). `prompt` and
-            other keys reach a reward function that names them.
+        rows: Dictionaries with `completion` (a text) and `gold` (a text or a number; optional for a
+            reward function without it). `prompt` and other keys reach a function that names them.
         reward: `"math"`, `"exact"`, `"guess_or_reason"`, the name of a reward function, or a reward
             function as in `eepo.train`.
         **limits: The knobs of `[reward]`: `num_workers`, `cpu_seconds`, `wall_seconds` and
@@ -174,13 +174,13 @@ def grade(
     """
     _refuse_in_grading_process("grade")
     from eepo.evaluation.grading import check_row, grade_rows
-    from eepo.rewards import build_grader
+    from eepo.rewards import build_grader, reward_columns
 
-    rows = list(rows)
-    for index, row in enumerate(rows):
-        check_row(row, f"row {index}")
     knobs = {**limits, "name": _reward_name(reward)}
     config = recipes.read_section(RewardConfig, knobs, "eepo.grade", "")
+    rows, needs_gold = list(rows), reward_columns(config.name).gold
+    for index, row in enumerate(rows):
+        check_row(row, f"row {index}", needs_gold)
     if ":" not in config.name:
         return grade_rows(rows, _built_in_grader(config))
     grader = build_grader(config)  # a new one: the user may have edited the function

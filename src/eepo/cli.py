@@ -393,14 +393,15 @@ def grade(
 
     from eepo.config import RewardConfig
     from eepo.evaluation.grading import count_lines, grade_file, open_output
-    from eepo.rewards import build_grader
+    from eepo.rewards import build_grader, reward_columns
 
     progress, total = Progress(Console(stderr=True)), count_lines(file)
     grader = build_grader(RewardConfig(name=reward, num_workers=workers))
     with contextlib.ExitStack() as stack:
         stream = stack.enter_context(open_output(out))
         bar = stack.enter_context(progress.bar(f"grade {file.name}", total))
-        num_correct, num_lines = grade_file(file, stream, grader, bar.advance)
+        needs_gold = reward_columns(reward).gold
+        num_correct, num_lines = grade_file(file, stream, grader, bar.advance, needs_gold)
     progress.print(f"{num_correct} of {num_lines} correct")
 
 

@@ -57,6 +57,7 @@ class RowColumns:
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     all: bool = False
+    gold: bool = True  # the reward needs the gold answer
     # Names of parameters that receive something else. A column of that name is an error.
     ambiguous: tuple[str, ...] = ()
 

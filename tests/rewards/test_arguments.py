@@ -96,6 +96,7 @@ def test_a_text_that_does_not_show_the_parameters_gives_none(source: str) -> Non
 def test_only_named_columns_are_needed() -> None:
     parameters = Parameters(("completion", "gold", "level"), ("tests",))
     assert parameters.columns() == RowColumns(("level",), ("tests",))
+    assert Parameters(("completion", "level")).columns() == RowColumns(("level",), gold=False)
     assert Parameters(("gold", "text")).columns() == RowColumns(ambiguous=("text",))
 
 
@@ -180,6 +181,14 @@ def test_a_missing_column_is_reported_before_grading(grade: Any) -> None:
         UserError, match=r"train.jsonl:1: no column 'lvl' \(a parameter of the reward function\)"
     ):
         grade("def grade(completion, lvl):\n    return 0")
+
+
+def test_rows_need_no_answer_if_the_function_names_none(grade: Any, folder: Path) -> None:
+    (folder / "bare.jsonl").write_text('{"problem": "a", "n": 1}\n{"problem": "b", "n": 2}\n')
+    source = "def grade(completion, n):\n    return n"
+    assert [verdict.reward for verdict in grade(source, train="bare.jsonl")] == [1, 2]
+    with pytest.raises(UserError, match="no column 'answer'"):
+        grade("def grade(completion, gold, n):\n    return n", train="bare.jsonl")
 
 
 def test_a_decorated_function_receives_all_columns(grade: Any) -> None:

@@ -54,7 +54,11 @@ def open_output(path: Path | None) -> Iterator[TextIO]:
 
 
 def grade_file(
-    path: Path, out: TextIO, reward: Reward, advance: Callable[[int], None]
+    path: Path,
+    out: TextIO,
+    reward: Reward,
+    advance: Callable[[int], None],
+    needs_gold: bool = True,
 ) -> tuple[int, int]:
     """Copy each line with "correct" and "reason" added.
 
@@ -62,7 +66,7 @@ def grade_file(
     lines that were graded since its last call.
     """
     num_correct = num_lines = 0
-    rows = _read(path)
+    rows = _read(path, needs_gold)
     while chunk := list(islice(rows, LINES_PER_CHUNK)):
         verdicts = grade_rows(chunk, reward)
         for row, verdict in zip(chunk, verdicts, strict=True):
@@ -90,32 +94,32 @@ def _prompt(row: Mapping[str, Any]) -> Prompt:
     if not isinstance(text, str):  # such as a list of chat messages
         text = json.dumps(text)
     columns = {name: value for name, value in row.items() if name not in ("gold", "completion")}
-    return Prompt(id="", text=text, token_ids=(), answer=row["gold"], columns=columns)
+    return Prompt(id="", text=text, token_ids=(), answer=row.get("gold"), columns=columns)
 
 
-def _read(path: Path) -> Iterator[dict[str, Any]]:
+def _read(path: Path, needs_gold: bool) -> Iterator[dict[str, Any]]:
     for where, row in read_rows(path):
-        check_row(row, where)
+        check_row(row, where, needs_gold)
         yield row
 
 
-def check_row(row: Any, where: str) -> None:
-    """Raise a UserError if a row has no gold answer or no completion."""
+def check_row(row: Any, where: str, needs_gold: bool = True) -> None:
+    """Raise a UserError if a row has no completion, or no gold answer although it needs one."""
     if not isinstance(row, dict):
         raise UserError(
             f'{where}: must be an object {{"gold": ..., "completion": ...}}, '
             f"got {type(row).__name__}"
         )
-    for key in ("gold", "completion"):
+    for key in ("gold", "completion") if needs_gold else ("completion",):
         if key not in row:
             raise UserError(f'{where}: has no "{key}"; its keys are {", ".join(row) or "none"}')
-    completion, gold = row["completion"], row["gold"]
+    completion, gold = row["completion"], row.get("gold")
     if not isinstance(completion, str):
         raise UserError(
             f'{where}: "completion" must be a string, got {json.dumps(completion)[:60]}'
         )
     is_text = isinstance(gold, str) and gold.strip()
-    if not is_text and not _is_number(gold):
+    if needs_gold and not is_text and not _is_number(gold):
         raise UserError(
             f'{where}: "gold" must be a non-empty string or a number, got {json.dumps(gold)[:60]}'
         )

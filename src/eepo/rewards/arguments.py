@@ -49,6 +49,7 @@ class Parameters:
             required=tuple(name for name in self.required if name not in RESERVED),
             optional=tuple(name for name in self.optional if name not in RESERVED),
             all=self.takes_all,
+            gold=bool({"gold", "answer"} & {*self.required, *self.optional}),
         )
 
     def check(self) -> None:

@@ -179,7 +179,7 @@ def _hub_rows(name: str, part: str, split: str, columns: Columns) -> Iterator[Ro
     with _hub_errors(f"{source}, split {split!r}"):
         for index, row in enumerate(rows.select_columns(used)):
             where = f"{source}: row {index}"
-            _check_exact(row[columns.answer], f"{where}: {columns.answer}")
+            _check_exact(row.get(columns.answer), f"{where}: {columns.answer}")
             yield where, dict(row)
 
 
@@ -216,7 +216,9 @@ _READERS: dict[str, Callable[[Path, Columns], Iterator[Row]]] = {
 
 def check_columns(names: Sequence[str], columns: Columns, where: str) -> None:
     """Raise a UserError if the problem or the answer column is missing, or one for the reward."""
-    needed = {columns.problem: "task.problem_column", columns.answer: "task.answer_column"}
+    needed = {columns.problem: "task.problem_column"}
+    if columns.reward.gold:
+        needed[columns.answer] = "task.answer_column"
     for name in columns.reward.required:
         needed.setdefault(name, "a parameter of the reward function")
     for column, purpose in needed.items():
