@@ -1,7 +1,7 @@
 # An image for NVIDIA GPUs. The driver of the host must support the CUDA version of BASE.
 #
 #   docker build -t eepo .
-#   docker run --gpus all -v eepo-work:/work eepo train countdown/eepo --out runs/eepo
+#   docker run --gpus all -v eepo-data:/data eepo train countdown/eepo --out runs/eepo
 #
 # With vLLM, which chooses its own versions and may need a CUDA compiler:
 #
@@ -16,8 +16,8 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 
 RUN useradd --create-home eepo \
-    && mkdir /opt/eepo /opt/venv /work \
-    && chown eepo:eepo /opt/venv /work
+    && mkdir /opt/eepo /opt/venv /data \
+    && chown eepo:eepo /opt/venv /data
 USER eepo
 ENV PATH=/opt/venv/bin:$PATH
 
@@ -31,7 +31,7 @@ RUN python3 -m venv /opt/venv \
     && pip install --no-cache-dir -c "${CONSTRAINTS}" ".[${EXTRAS}]"
 
 # Runs and downloaded models are kept in the volume.
-ENV HF_HOME=/work/.cache/huggingface EEPO_CACHE=/work/.cache/eepo
-WORKDIR /work
+ENV HF_HOME=/data/.cache/huggingface EEPO_CACHE=/data/.cache/eepo
+WORKDIR /data
 ENTRYPOINT ["eepo"]
 CMD ["--help"]
