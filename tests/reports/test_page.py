@@ -176,7 +176,7 @@ def test_a_run_killed_in_its_first_step_has_a_page(write_run, out):
     (folder / "metrics.jsonl").write_text("")
     (folder / "completions.jsonl").write_text('{"step": 1, "prom')
     text = read_page(write_report([folder], out)).text
-    assert "stopped at step 0 of 30" in text
+    assert "recorded up to step 0 of 30" in text
     assert "no data for figures yet" in text
     assert "No completions were logged." in text
 
@@ -191,7 +191,7 @@ def test_a_run_killed_after_one_step_has_a_page(write_run, out):
     (folder / "evaluations.jsonl").unlink()
     tags = read_page(write_report([folder], out))
     assert tags.tags.count("img") == 5  # no evaluation: no collapse, no pass@k
-    assert "stopped at step 1 of 30" in tags.text
+    assert "recorded up to step 1 of 30" in tags.text
 
 
 @pytest.mark.slow

@@ -162,7 +162,7 @@ def test_warnings_about_comparability(write_run):
     (stopped / "metrics.jsonl").write_text("".join(lines[:12]))
     other = write_run("grpo", 1, settings="clip_high = 0.28\n[task]\nmax_target = 99")
     text = summary([read_run(stopped), read_run(other)])
-    assert "grpo, seed 0: stopped at step 12 of 30." in text
+    assert "grpo, seed 0: recorded up to step 12 of 30." in text
     assert "Not directly comparable: the runs also differ in task.max_target." in text
     assert "not seeds of one recipe: they differ in algorithm.clip_high" in text
     assert "Only one method (grpo), so there is nothing to compare." in text
@@ -223,7 +223,7 @@ def test_equal_time_is_reported_with_steps_and_seconds(write_run):
 def test_a_run_that_stopped_before_its_time_limit_is_named(write_run):
     runs = [read_run(write_run("grpo", 0)), timed_run(write_run, "slow", 0, [8, 0, 0, 0], 12, 60.0)]
     text = summary(runs)
-    assert "slow, seed 0: stopped at step 12, after 24.0 of 60.0 s." in text
+    assert "slow, seed 0: recorded up to step 12, after 24.0 of 60.0 s." in text
 
 
 def test_a_time_limit_other_than_the_baselines_is_not_equal_time(write_run):

@@ -108,7 +108,7 @@ def _range_text(values: Sequence[float], number_format: str) -> str:
 def warning_sentences(runs: Sequence[Run]) -> list[str]:
     """List what makes the runs less comparable than they look."""
     trained = [run for run in runs if not run.is_evaluation]
-    sentences = [sentence for run in trained if (sentence := _stopped_early(run))]
+    sentences = [sentence for run in trained if (sentence := _unfinished(run))]
     sentences += [] if is_equal_time(runs) else _unequal_training(trained)
     settings = differing_settings(runs)
     evaluated_with = ("model.path", "model.revision", "task.", "evaluation.")
@@ -131,14 +131,15 @@ def warning_sentences(runs: Sequence[Run]) -> list[str]:
     return sentences
 
 
-def _stopped_early(run: Run) -> str | None:
+def _unfinished(run: Run) -> str | None:
+    """Say how far a run got. It may have been stopped, or it may still be training."""
     limit, seconds = _time_limit(run), run.seconds() or 0.0
     num_steps = run.setting("training", "num_steps") or 0
-    stopped = f"{run.name}, seed {run.seed}: stopped at step {run.last_step}"
+    recorded = f"{run.name}, seed {run.seed}: recorded up to step {run.last_step}"
     if limit and seconds < limit * (1 - 1e-9):
-        return f"{stopped}, after {seconds:,.1f} of {limit:,.1f} s."
+        return f"{recorded}, after {seconds:,.1f} of {limit:,.1f} s."
     if not limit and run.last_step < num_steps:
-        return f"{stopped} of {num_steps}."
+        return f"{recorded} of {num_steps}."
     return None
 
 
