@@ -120,7 +120,8 @@ def test_a_loaded_machine_changes_no_verdict() -> None:
     """A process that is stopped for longer than its CPU limit must not time out."""
     reward = PooledReward("eepo.rewards.math:grade", RewardConfig(num_workers=1, cpu_seconds=2))
     try:
-        reward.grade([prompt_for("(x+2)^2")], [r"\boxed{x^2+4x+4}"])  # what the first one imports takes CPU time
+        # The first formula imports SymPy, which takes CPU time.
+        reward.grade([prompt_for("(x+2)^2")], [r"\boxed{x^2+4x+4}"])
         started = time.monotonic()
         (worker,) = reward._workers
         pid = worker._process.pid
