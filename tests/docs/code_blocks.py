@@ -14,6 +14,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MARKER = re.compile(r"<!-- (not run|file): (.+?) -->")
 FENCE = re.compile(r" *(`{3,})(\w*)")
 FILE_COMMENT = re.compile(r"# ([\w/]+\.(?:py|toml))\b")  # the first line of a block names its file
+SHELL = ("", "bash", "sh", "console")
+COMMAND = re.compile(r"^(?:\$ )?(?:\w+=\S+ )*(?:\.venv/bin/)?eepo (?!:|=)(.+)$", re.MULTILINE)
 INLINE = re.compile(r"`eepo ([a-z][a-z-]*\b[^`:=]*)`")
 
 
@@ -68,8 +70,12 @@ def of_language(*languages: str) -> list[Block]:
     return [block for block in ALL_BLOCKS if block.language in languages]
 
 
-def inline_commands(page: Path) -> Iterator[list[str]]:
-    """Yield the words of each `eepo ...` command in the text of a page."""
+def commands(page: Path) -> Iterator[list[str]]:
+    """Yield the words of each `eepo ...` command of a page: in its blocks, and in its text."""
+    for block in read_blocks(page):
+        if block.language in SHELL:
+            for line in COMMAND.findall(block.text.replace("\\\n", " ")):
+                yield shlex.split(line, comments=True)
     text = re.sub(r"^ *```.*?^ *```", "", page.read_text("utf-8"), flags=re.S | re.M)
-    for command in INLINE.findall(text):
-        yield shlex.split(command.replace("[", " ").replace("]", " "), comments=True)
+    for line in INLINE.findall(text):
+        yield shlex.split(line.replace("[", " ").replace("]", " "), comments=True)

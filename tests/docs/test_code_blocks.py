@@ -1,4 +1,4 @@
-"""Checks the code in README.md and docs/: Python runs, TOML is valid, commands in text exist.
+"""Checks the code in README.md and docs/: Python runs, recipes are valid, commands exist.
 
 Blocks are found automatically. All Python blocks of a page run in order in one process and one
 folder, as a reader would type them. A comment before a block changes this:
@@ -16,9 +16,13 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import itertools
+import json
+import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +40,7 @@ from .code_blocks import (
     PAGES,
     ROOT,
     Block,
-    inline_commands,
+    commands,
     of_language,
     read_blocks,
 )
@@ -47,13 +51,14 @@ RUNNABLE = [
     for page in PAGES
     if any(block.language == "python" and not block.reason for block in read_blocks(page))
 ]
+EEPO: Any = typer.main.get_command(app)
 HOSTS = ("EEPOConfig", "EEPOTrainer")  # fragments use these without an import
 
 
 def test_code_is_found() -> None:
     assert len(PYTHON) > 5
     assert len(of_language("toml")) > 5
-    assert sum(1 for page in PAGES for _ in inline_commands(page)) > 20
+    assert sum(1 for page in PAGES for _ in commands(page)) > 150
     assert RUNNABLE
 
 
@@ -189,17 +194,52 @@ def check_fragment(tables: dict[str, Any], where: str) -> None:
     pytest.fail("\n".join(errors))
 
 
+@pytest.mark.parametrize("block", of_language("json"), ids=str)
+def test_json_lines_are_valid(block: Block) -> None:
+    for line in block.lines:
+        json.loads(line)
+
+
 # --- commands
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_commands_in_the_text_exist(page: Path) -> None:
-    """Commands in blocks are checked in `test_examples.py`."""
-    for words in inline_commands(page):
-        command: Any = typer.main.get_command(app)
-        while words and hasattr(command, "commands"):
-            assert words[0] in command.commands, f"eepo {' '.join(words)}"
-            command, words = command.commands[words[0]], words[1:]
+def test_commands_options_knobs_and_recipes_exist(page: Path) -> None:
+    for words in commands(page):
+        if words[0] in ("--help", "--version", "COMMAND"):
+            continue
+        command, arguments = find_command(words)
         options = {name for option in command.params for name in option.opts} | {"--help"}
-        used = {word.partition("=")[0] for word in words if word.startswith("--")}
-        assert used <= options, f"eepo {command.name} {' '.join(words)}"
+        used = {word.partition("=")[0] for word in arguments if word.startswith("--")}
+        assert used <= options, words
+        for flag, value in itertools.pairwise(arguments):
+            if flag in ("--set", "--grid"):
+                assert is_knob(value.partition("=")[0]), words
+        positional = [each.name for each in command.params if each.param_type_name == "argument"]
+        if positional in (["recipe"], ["recipes"]):
+            for name in recipe_names(arguments):
+                recipe._tables(name)  # raises an error if there is no such recipe
+
+
+def find_command(words: list[str]) -> tuple[Any, list[str]]:
+    """Return the command that the first words name, and the words after it."""
+    command, arguments = EEPO, list(words)
+    while arguments and hasattr(command, "commands"):
+        assert arguments[0] in command.commands, words
+        command = command.commands[arguments.pop(0)]
+    return command, arguments
+
+
+def is_knob(name: str) -> bool:
+    """Names in capitals stand for a knob of the reader."""
+    known = {*recipe._knobs(RunConfig), *recipe._knobs(WarmupConfig)}
+    return name in known or name.startswith(recipe.OPTIONS) or name.isupper()
+
+
+def recipe_names(arguments: list[str]) -> Iterator[str]:
+    """Yield the arguments that are names of shipped recipes: `folder/name`, not files or runs."""
+    for before, word in zip(["", *arguments], arguments, strict=False):
+        is_value = before in ("--out", "--set", "--grid", "--line", "--on", "--measure")
+        is_name = re.fullmatch(r"[a-z]\w*/[a-z][\w+.]*", word) and not word.endswith(".toml")
+        if is_name and not is_value and not word.startswith("runs/"):
+            yield word
