@@ -128,6 +128,8 @@ def test_texts_reach_a_knob_unchanged(value: str) -> None:
         ({"algorithm": {"group_size": 7}}, {}, "recipe: algorithm.group_size must be even, got 7"),
         ({"extends": "nothing"}, {}, "nothing: no such recipe"),
         ("nothing", {}, "nothing: no such recipe"),
+        (3, {}, "recipe = 3 must be a name, a file, a table or a RunConfig"),
+        ({}, "training.num_steps=3", 'set = "training.num_steps=3" must be a dictionary or a list'),
     ],
 )
 def test_a_wrong_recipe_is_one_user_error(recipe: Any, changes: Any, line: str) -> None:

@@ -213,6 +213,8 @@ def load_recipe(
         changes["reward.name"] = _reward_name(reward)
     texts = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in changes.items()]
     given = [] if set is None or isinstance(set, Mapping) else list(set)
+    if isinstance(set, str):
+        raise UserError(f'set = "{set}" must be a dictionary or a list, such as ["{set}"]')
     return recipes.load_run(recipe, [*given, *texts])
 
 

@@ -158,6 +158,8 @@ def _given(recipe: typing.Mapping[str, Any] | RunConfig) -> dict[str, Any]:
     """Copy the tables of a recipe that is not a file."""
     if isinstance(recipe, RunConfig):
         return dataclasses.asdict(recipe)
+    if not isinstance(recipe, typing.Mapping):
+        raise UserError(f"recipe = {_short(recipe)} must be a name, a file, a table or a RunConfig")
     tables = copy.deepcopy(dict(recipe))
     _check_contents(tables, "recipe")
     base = tables.pop("extends", None)
