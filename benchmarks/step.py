@@ -122,7 +122,7 @@ def trl(
     folder = tempfile.mkdtemp()
     model.save_pretrained(folder)  # where the trainer finds the reference, and vLLM the weights
     tokenizer.save_pretrained(folder)
-    model.config._name_or_path = folder
+    model.name_or_path = model.config._name_or_path = folder
     ends: list[float] = []
 
     class Clock(TrainerCallback):
