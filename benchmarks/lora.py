@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import importlib.util
 import os
 import statistics
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from typing import Any
 
 import shapes
@@ -234,6 +235,16 @@ def limited(gigabytes: int | None, device: torch.device) -> Iterator[None]:
         del os.environ["EEPO_GPU_SHARE"]
 
 
+def run_case(case: Case, args: argparse.Namespace) -> list[str]:
+    """Return a case's row of the table."""
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    print(case.name, flush=True)
+    with limited(case.gigabytes, device):
+        row = (trl_row if case.mode == "trl" else measure)(case, args, device)
+    print(f"  {row[1:]}", flush=True)
+    return row
+
+
 def memory_table(args: argparse.Namespace) -> str:
     """Return which models can be trained on which GPU, from the estimate."""
     rows = []
@@ -283,18 +294,11 @@ def main() -> None:
         args.new, args.prompt, args.rows = 4096, 1024, 512  # the paper's
         print(memory_table(args))
         return
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     table = []
     for case in [Case.parse(text) for text in args.cases.split(";")]:
-        print(case.name, flush=True)
-        with limited(case.gigabytes, device):
-            work = trl_row if case.mode == "trl" else measure
-            table.append(work(case, args, device))
-        print(f"  {table[-1][1:]}", flush=True)
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+        # A process of its own: memory that a failed case keeps would count for the next one.
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+            table.append(process.submit(run_case, case, args).result())
     print(
         f"\n{args.prompts} x {GROUP} completions, {args.prompt} + {args.new} tokens, rank "
         f"{args.rank}, median of {args.repeats}, seconds and GB"

@@ -306,7 +306,7 @@ def test_shipped_plans_are_valid_and_fair(path: Path, tmp_path: Path) -> None:
     assert len({len(method.points) for method in tuned}) == 1, "as many values for each"
 
 
-RECORDED = ("countdown", "shortcut", "smollm2", "smollm2_two_types")
+RECORDED = ("countdown", "shortcut", "shortcut_lora", "smollm2", "smollm2_two_types")
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
@@ -314,7 +314,7 @@ def test_recorded_lines_match_the_shipped_plan(path: Path) -> None:
     """Only the tuning runs of values and methods that were removed are left out."""
     plan = read_plan(path)
     experiment = Experiment(plan, ROOT / "docs" / "results" / path.stem)
-    assert path.stem not in RECORDED or len(experiment.lines("report")) > 20
+    assert path.stem not in RECORDED or len(experiment.lines("report")) >= 20
     for phase in plan.phases:
         lines = experiment.lines(phase)
         if phase != "tune":
