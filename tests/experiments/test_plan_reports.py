@@ -284,8 +284,13 @@ def test_every_figure_of_a_study_is_drawn_from_its_lines(name: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "phases", "against", "rows"),
     [
-        ("countdown", ("pilots",), "grpo", {"one", "answers", "shared"}),
-        ("countdown", ("pilots", "cool"), "grpo_mild_cool", {"phantom_cool 8 (to grpo_mild_cool)"}),
+        ("countdown", ("pilots",), "grpo", {"ratio_1", "new_answers", "shared_advantage"}),
+        (
+            "countdown",
+            ("pilots", "low_temperature"),
+            "downweight_failures_at_0.6",
+            {"extra_failures_at_0.6 8 (to downweight_failures_at_0.6)"},
+        ),
     ],
 )
 def test_recorded_runs_of_removed_code_are_compared_on_common_seeds(

@@ -158,6 +158,7 @@ def test_smoothing_keeps_a_straight_line_and_reduces_noise():
 def test_a_method_keeps_its_colour_in_every_report():
     single, several = method_styles(["mine"]), method_styles(["mine", "grpo", "eepo", "start"])
     assert single["mine"] == several["mine"]
+    assert method_styles(["GRPO"])["GRPO"] == KNOWN_STYLES["grpo"], "its label in a plan"
     styles = method_styles([*KNOWN_STYLES, "a", "b", "c", "d"])
     assert len({colour for colour, _ in styles.values()}) == len(KNOWN_STYLES) + 4
 

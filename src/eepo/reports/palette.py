@@ -20,6 +20,14 @@ KNOWN_STYLES = {
     "eepo_clip_higher": ("#882255", "p"),
     "start": ("#808080", "*"),
 }
+KNOWN_LABELS = {  # the labels that shipped plans give to these methods
+    "GRPO": "grpo",
+    "EEPO as published": "eepo",
+    "higher temperature": "higher_temperature",
+    "entropy bonus": "more_entropy",
+    "clip-higher": "clip_higher",
+    "larger groups": "more_rollouts",
+}
 SPARE_STYLES = (
     ("#332288", "<"), ("#999933", ">"), ("#44AA99", "h"), ("#AA4499", "d"),
     ("#661100", "8"), ("#6699CC", "H"), ("#117733", "."), ("#BB5566", "o"),
@@ -49,8 +57,9 @@ def method_styles(methods: Iterable[str]) -> dict[str, tuple[str, str]]:
     styles: dict[str, tuple[str, str]] = {}
     taken: set[int] = set()
     for method in sorted(set(methods)):
-        if method in KNOWN_STYLES:
-            styles[method] = KNOWN_STYLES[method]
+        known = KNOWN_LABELS.get(method, method)
+        if known in KNOWN_STYLES:
+            styles[method] = KNOWN_STYLES[known]
             continue
         index = zlib.crc32(method.encode("utf-8", "replace")) % len(SPARE_STYLES)
         while index in taken and len(taken) < len(SPARE_STYLES):
