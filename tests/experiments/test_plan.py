@@ -173,13 +173,13 @@ def test_a_method_may_name_a_recipe_or_add_one_to_that_of_its_regime(
 ) -> None:
     methods = {
         "eepo": {"recipe": "countdown/eepo"},
-        "mild": {"recipe": "+explore/downweight_failures"},
+        "downweight": {"recipe": "+explore/downweight_failures"},
     }
     experiment = Experiment(plans.parse(methods=methods), tmp_path)
-    eepo, mild = runs(experiment, regimes=("dense",))[:2]
+    eepo, downweight = runs(experiment, regimes=("dense",))[:2]
     assert experiment.config(eepo).algorithm.num_stages == 2
-    assert experiment.config(mild).algorithm.failure_weight == 0.25
-    assert experiment.config(mild).algorithm.num_stages == 1
+    assert experiment.config(downweight).algorithm.failure_weight == 0.25
+    assert experiment.config(downweight).algorithm.num_stages == 1
 
 
 def test_an_untrained_model_is_evaluated_once(plans: SimpleNamespace, tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_shipped_plans_are_valid_and_fair(path: Path, tmp_path: Path) -> None:
     assert len({len(method.points) for method in tuned}) == 1, "as many values for each"
 
 
-RECORDED = ("countdown", "shortcut", "shortcut_lora", "smollm2", "smollm2_two_types")
+RECORDED = ("countdown", "shortcut", "shortcut_lora", "smollm2", "smollm2_two_dtypes")
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)

@@ -267,7 +267,7 @@ def test_the_tables_in_the_docs_are_those_of_the_recorded_lines(name: str) -> No
     assert text[text.index("### ") :] == tables(experiment)
 
 
-FIGURE_STUDIES = ("countdown", "smollm2", "smollm2_shortcut", "smollm2_two_types", "shortcut")
+FIGURE_STUDIES = ("countdown", "smollm2", "smollm2_shortcut", "smollm2_two_dtypes", "shortcut")
 
 
 @pytest.mark.slow
