@@ -52,7 +52,7 @@ args = EEPOConfig(
     credit="full",  # the options of EEPO (docs/trl.md)
     saturation="exact",
     gate="always",
-    unlearn_kl_target=1e-3,
+    unlearn_kl_target=1e-2,
     logging_steps=1,
     save_steps=0.25,  # four checkpoints; `eepo report` reads the log in the newest one
 )
