@@ -281,22 +281,29 @@ def test_prompt_is_shown_and_its_template_is_compared_with_the_model_name(
     assert len(finding.text) < 700
 
 
-def test_a_user_function_that_rejects_gold_answers_only_warns(math_file: Path) -> None:
-    """It may expect another format of the answer."""
+@pytest.mark.parametrize(
+    ("accepted", "level"), [("7", "ok"), ("\\boxed{7}", "ok"), ("<answer>7</answer>", "warn")]
+)
+def test_gold_answers_of_a_user_function_are_tried_bare_and_boxed(
+    accepted: str, level: str, math_file: Path
+) -> None:
+    """It may expect yet another format of the answer, so this is only a warning."""
     config = recipe.load_run(math_recipe(math_file))
     reward_config = dataclasses.replace(config.reward, name="mine:grade")
 
-    class RejectAll:
+    class AcceptOne:
         def grade(self, prompts: Any, texts: Any) -> list[Verdict]:
-            return [Verdict(0.0, text, "another format") for text in texts]
+            return [Verdict(float(text == accepted), text, "another format") for text in texts]
 
     context = doctor.Context(dataclasses.replace(config, reward=reward_config), num_prompts=1)
-    context.reward = RejectAll()
+    context.reward = AcceptOne()
     prompt = Prompt("p", "", (1,), "7")
     context.problems = doctor.Problems(None, 1, [prompt], {})  # type: ignore[arg-type]
     (finding,) = doctor.check_gold_answers(context)
-    assert (finding.level, finding.advice) == ("warn", "check the reward function")
-    assert r"p: '\\boxed{7}' earns 0 (another format)" in finding.text
+    assert finding.level == level
+    if level == "warn":
+        assert r"p: '\\boxed{7}' earns 0 (another format)" in finding.text
+        assert "another format" in finding.advice
 
 
 def test_every_check_needs_only_checks_before_it() -> None:
