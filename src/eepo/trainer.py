@@ -166,7 +166,7 @@ class Trainer:
         settings, options = self.config.training, self.config.algorithm
         count = settings.prompts_per_step * (1 + options.dynamic_sampling)  # as many may be needed
         prompts = self.task.training_prompts(self.num_prompts_seen, count)
-        metrics = StepMetrics(self.policy.device)
+        metrics = StepMetrics(self.policy.device, on_phase=bar.show_phase)
         sampling = Sampling(
             options.temperature, options.max_new_tokens, settings.seed, f"train/{self.step + 1}"
         )

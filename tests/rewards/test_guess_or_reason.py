@@ -55,9 +55,9 @@ def test_reward_and_answer_are_those_of_the_math_grader() -> None:
 
 @pytest.mark.parametrize("text", ["1" * 10**6, "1 + " * 10**5, "1+1" * 10**5, "\\boxed" * 10**5])
 def test_hostile_completions_are_labelled_quickly(text: str) -> None:
-    start = time.perf_counter()
+    started = time.process_time()
     strategy_of(text)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - started < 1
 
 
 def test_the_reward_is_found_by_its_name() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 
 import pytest
 from rich.console import Console
@@ -46,3 +47,30 @@ def test_a_note_with_markup_is_shown_as_it_is() -> None:
         bar.advance(note="[/nothing]")
     assert "[bold]title" in stream.getvalue()
     assert "[/nothing]" in stream.getvalue()
+
+
+def test_a_slow_step_says_in_a_log_which_phase_it_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    progress, stream = shown(terminal=False)
+    with progress.bar("train", total=3) as bar:
+        for seconds, name in ((1, "stage1"), (31, "unlearn"), (1, "stage2"), (31, "update")):
+            clock[0] += seconds
+            bar.show_phase(name)
+        bar.advance(note="reward .5")
+        clock[0] += 31
+        bar.show_phase("stage1")
+    assert stream.getvalue().splitlines() == [
+        "train: 0/3 (unlearn)",
+        "train: 0/3 (update)",
+        "train: 1/3 reward .5",
+        "train: 1/3 reward .5 (stage1)",
+    ]
+
+
+def test_a_terminal_shows_the_phase_beside_the_last_note() -> None:
+    progress, stream = shown(terminal=True)
+    with progress.bar("train", total=2) as bar:
+        bar.advance(note="reward .5")
+        bar.show_phase("unlearn")
+    assert "reward .5 (unlearn)" in stream.getvalue()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -20,12 +20,16 @@ from eepo.types import Rollout, mean_entropy
 class StepMetrics:
     """Metrics of one step. All values but times and memory are repeatable."""
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device | None = None,
+        on_phase: Callable[[str], None] | None = None,  # gets the name of a phase that begins
+    ) -> None:
         self.timer = PhaseTimer(device)
         self.unlearning = UnlearningMetrics()
         self.update = UpdateMetrics()
         self.last_phase = ""  # the phase that began last; it says where a step failed
-        self._device = device
+        self._device, self._on_phase = device, on_phase
         self._rollout: dict[str, float] = {}
         self._num_tokens = 0
         if device is not None and device.type == "cuda":
@@ -34,6 +38,8 @@ class StepMetrics:
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Time a phase of the step; the row has it as `seconds/name`."""
         self.last_phase = name
+        if self._on_phase is not None:
+            self._on_phase(name)
         return self.timer.phase(name)
 
     def record_rollout(self, rollout: Rollout, options: AlgorithmConfig | None = None) -> None:

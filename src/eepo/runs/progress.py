@@ -22,6 +22,7 @@ from rich.progress import Progress as RichProgress
 from eepo.types import printable
 
 LINE_SECONDS = 5.0  # between two lines without a terminal
+QUIET_SECONDS = 30.0  # without a terminal: after these, a line says which phase a slow step is in
 
 
 class Progress:
@@ -44,7 +45,9 @@ class Bar:
     def __init__(self, console: Console, title: str, total: int, done: int) -> None:
         self.console, self.total, self.done = console, total, done
         self.title = printable(title)
-        self._last_line = 0.0
+        self._note = ""  # of the last step
+        self._last_line = float("-inf")
+        self._quiet_since = time.monotonic()
         self._live = RichProgress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -71,11 +74,23 @@ class Bar:
 
     def advance(self, number: int = 1, note: str = "") -> None:
         self.done += number
-        note = printable(note)
-        self._live.update(self._task, completed=self.done, note=escape(note))
-        now = time.monotonic()
-        due = now - self._last_line > LINE_SECONDS or self.done >= self.total
-        if due and not self.console.is_terminal:
-            self._last_line = now
+        self._note = printable(note)
+        self._live.update(self._task, completed=self.done, note=escape(self._note))
+        self._quiet_since = time.monotonic()
+        if self._quiet_since - self._last_line > LINE_SECONDS or self.done >= self.total:
+            self._last_line = self._quiet_since
+            self._print_line(self._note)
+
+    def show_phase(self, name: str) -> None:
+        """Say what the current step does, so that a slow step does not look like a hang."""
+        note = f"{self._note} ({printable(name)})".strip()
+        self._live.update(self._task, note=escape(note))
+        if time.monotonic() - self._quiet_since > QUIET_SECONDS:
+            self._quiet_since = time.monotonic()
+            self._print_line(note)
+
+    def _print_line(self, note: str) -> None:
+        """Print the state to a log file. A terminal shows the bar."""
+        if not self.console.is_terminal:
             line = f"{self.title}: {self.done}/{self.total} {note}".rstrip()
             self.console.print(escape(line), highlight=False)
