@@ -24,7 +24,7 @@ from eepo.adapters.verl.cluster import Cluster
 from eepo.evaluation.options import BenchmarkOptions, option, option_name, split_names
 from eepo.experiments import plan_cli
 from eepo.experiments.reproduce_options import ReproduceOptions
-from eepo.runs.memory_errors import describe, is_out_of_memory
+from eepo.runs.memory_errors import check_limit, describe, is_out_of_memory
 from eepo.runs.progress import Progress
 from eepo.types import UserError, printable
 
@@ -617,6 +617,7 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
     try:
         try:
+            check_limit()
             app()
         finally:
             sys.stdout.flush()  # here, because errors during the exit of Python have a traceback

@@ -1,9 +1,23 @@
-"""Recognises the errors that mean that memory has run out. It does not need torch."""
+"""Recognises the errors that mean that memory has run out. It does not need torch.
+
+Errors cannot tell everything: some libraries crash if they cannot be loaded into memory. So the
+limit of the process is checked before.
+"""
 
 from __future__ import annotations
 
 import errno
 import re
+import sys
+
+from eepo.types import UserError
+
+try:
+    import resource
+except ImportError:  # Windows has no such limit
+    resource = None  # type: ignore[assignment]
+
+MIN_MEGABYTES = 1536  # of address space, for torch, its threads and a tiny model
 
 # Messages of a plain RuntimeError: torch's CPU allocator (Linux, Windows), cuBLAS, the CUDA driver,
 # a thread without memory for its stack; and of an ImportError: a library that cannot be loaded
@@ -13,6 +27,18 @@ _MESSAGES = re.compile(
     re.IGNORECASE,
 )
 _AMOUNT = re.compile(r"tried to allocate (\d+(?:\.\d+)? \w+)", re.IGNORECASE)
+
+
+def check_limit() -> None:
+    """Refuse to start if the process may not use enough memory to load its libraries."""
+    if resource is None or "torch" in sys.modules:
+        return
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY and limit < MIN_MEGABYTES * 2**20:
+        raise UserError(
+            f"this process may use only {limit // 2**20} MB of memory (ulimit -v); "
+            f"eepo needs at least {MIN_MEGABYTES} MB"
+        )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
