@@ -471,10 +471,10 @@ def test_with_force_a_folder_without_a_recipe_is_continued(finished: Finished, c
 
 
 def lose_bytes(path: Path) -> None:
-    """Lose a line break and the bytes around it."""
+    """Lose a line break and the braces around it, so that no JSON is left."""
     data = path.read_bytes()
-    middle = data.index(b"\n", len(data) // 2)
-    path.write_bytes(data[: middle - 20] + data[middle + 20 :])
+    middle = data.index(b"}\n{", len(data) // 2)
+    path.write_bytes(data[:middle] + data[middle + 3 :])
 
 
 def invalid_utf8(path: Path) -> None:
