@@ -38,6 +38,7 @@ from eepo.model.compilation import compile_layers
 from eepo.model.lora_policy import LoraPolicy
 from eepo.model.optimizers import build_optimizer
 from eepo.model.policy import Policy
+from eepo.model.step_backup import StepBackup
 from eepo.rollout.fused_linear import compile_fused
 from eepo.types import Sampling
 
@@ -178,11 +179,13 @@ def measure(case: Case, args: argparse.Namespace, device: torch.device) -> list[
     expected = estimate.persistent_total + estimate.phases["update"]
     with out_of_memory.caught() as failures:
         algorithm, prompts = build(case, config, args, device)
+        backup = StepBackup(algorithm.optimizer, print)
         seconds, peaks = [], dict[str, int]()
         # One step is enough for the peak of a case with a limit; its time includes the warm-up.
         warm, repeats = (0, 1) if case.gigabytes else (args.warm, args.repeats)
         for turn in range(warm + repeats):
             metrics = PeakMetrics(device)
+            backup.take()
             algorithm.step(prompts, Sampling(1.0, args.new, stream=str(turn)), metrics)
             shapes.synchronize(device)
             peaks = {name: max(p, peaks.get(name, 0)) for name, p in metrics.peaks.items()}

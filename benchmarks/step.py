@@ -33,6 +33,7 @@ from eepo.config import AlgorithmConfig, ModelConfig
 from eepo.model.compilation import compile_layers
 from eepo.model.optimizers import build_optimizer
 from eepo.model.policy import Policy
+from eepo.model.step_backup import StepBackup
 from eepo.rollout.fused_linear import compile_fused
 from eepo.types import Prompt, Sampling, Verdict
 
@@ -50,8 +51,13 @@ class Drawn:
         return [Verdict(float(self.lots.random() < 0.5), "0") for _ in texts]
 
 
-def ours(args: argparse.Namespace, device: torch.device, **options: Any) -> list[dict[str, float]]:
-    """The metrics of each measured step."""
+def ours(
+    args: argparse.Namespace, device: torch.device, host_copy: bool = True, **options: Any
+) -> list[dict[str, float]]:
+    """The metrics of each measured step.
+
+    `host_copy`: before each step, copy weights and optimizer to host memory, as `eepo train` does.
+    """
     prompts = shapes.prompts(args.prompts, args.prompt)
     lengths = _lengths(args)
     by_row = {(prompts[place // GROUP].id, place % GROUP): n for place, n in enumerate(lengths)}
@@ -78,9 +84,12 @@ def ours(args: argparse.Namespace, device: torch.device, **options: Any) -> list
         ),
         mini_batch=args.prompts // 2, max_grad_norm=1.0,
     )  # fmt: skip
+    backup = StepBackup(algorithm.optimizer, print) if host_copy else None
     rows = []
     for turn in range(args.warm + args.repeats):
         metrics = StepMetrics(device)
+        if backup:
+            backup.take()
         algorithm.step(prompts, Sampling(1.0, args.new, stream=str(turn)), metrics)
         shapes.synchronize(device)
         rows.append(metrics.result())
@@ -161,6 +170,7 @@ def trl(
 VLLM = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3}
 PEERS: dict[str, Any] = {
     "grpo": lambda *given: ours(*given, num_stages=1),
+    "grpo, no host copy": lambda *given: ours(*given, host_copy=False, num_stages=1),
     "eepo": lambda *given: ours(*given, num_stages=2, gate="always"),
     "eepo, gate shut": lambda *given: ours(*given, num_stages=2, gate="token"),
     "trl": trl,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import shlex
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from eepo import recipe
 from eepo.assemble import build_trainer
 from eepo.config import RunConfig
+from eepo.model import step_backup
 from eepo.runs import checkpoint
 from eepo.runs.progress import Progress
 from eepo.runs.runlog import COMPLETIONS, EVALUATIONS, METRICS
@@ -67,15 +69,18 @@ def repeatable(folder: Path, name: str) -> list[dict[str, Any]]:
     return [{key: row[key] for key in row if not key.startswith(clock)} for row in rows]
 
 
-def fail_at_call(owner: Any, method: str, number: int) -> None:
-    """Let a method run out of GPU memory at its call `number`, from 1 on."""
+NO_MEMORY = torch.cuda.OutOfMemoryError(GPU_MESSAGE)
+
+
+def fail_at_call(owner: Any, method: str, number: int, error: Exception = NO_MEMORY) -> None:
+    """Let a method fail at its call `number`, from 1 on; without `error`, it lacks GPU memory."""
     original, calls = getattr(owner, method), 0
 
     def call(*args: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == number:
-            raise torch.cuda.OutOfMemoryError(GPU_MESSAGE)
+            raise error
         return original(*args, **options)
 
     setattr(owner, method, call)
@@ -116,8 +121,10 @@ BEFORE_THE_UPDATE = {
 }
 
 
-def failed_third_step(trainer: Trainer, call: tuple[str, str, int], saved: int = 0) -> str:
-    """Train two steps, and run out of memory in the third; return the error's line.
+def failed_third_step(
+    trainer: Trainer, call: tuple[str, str, int], saved: int = 0, error: Exception = NO_MEMORY
+) -> str:
+    """Train two steps, and fail in the third; return the error's line.
 
     `call` is (part of the algorithm, method, number of the call that fails). The run has a
     checkpoint of the step `saved`.
@@ -129,7 +136,7 @@ def failed_third_step(trainer: Trainer, call: tuple[str, str, int], saved: int =
 
     def third(*args: Any) -> Any:
         if trainer.step == 2:
-            fail_at_call(part, method, number)
+            fail_at_call(part, method, number, error)
         return step(*args)
 
     trainer.algorithm.step = third  # type: ignore[method-assign]
@@ -154,21 +161,68 @@ def test_before_the_update_the_last_step_is_saved_and_the_run_resumes_exactly(
     assert_equals(tmp_path / "run", full_run)
 
 
-@pytest.mark.parametrize(
+AFTER_AN_UPDATE = pytest.mark.parametrize(
     "call",
-    [("optimizer", "_init_group", 1), ("reference", "score", 2)],
-    ids=["in the first update", "in the second mini-batch"],
+    [("optimizer", "_init_group", 1), ("reference", "score", 2), ("optimizer", "_init_group", 2)],
+    ids=["in the first update", "in the second mini-batch", "in the second update"],
 )
-def test_after_an_update_has_begun_nothing_is_saved(
-    call: tuple[str, str, int], config: RunConfig, full_run: Path, tmp_path: Path
+
+
+@AFTER_AN_UPDATE
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
+def test_after_an_update_the_step_is_undone_and_the_run_resumes_exactly(
+    call: tuple[str, str, int],
+    optimizer: str,
+    config: RunConfig,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
-    """θ has begun to change, so the run continues from its last checkpoint: that of step 1."""
+    if optimizer == "adamw":
+        full_run = request.getfixturevalue("full_run")
+    else:
+        training = dataclasses.replace(config.training, optimizer=optimizer)
+        config = dataclasses.replace(config, training=training)
+        full_run = tmp_path / "full"
+        trainer_of(full_run, config).run()
+        call = (call[0], call[1].replace("_init_group", "_update"), call[2])
     out = tmp_path / "run"
     line = failed_third_step(trainer_of(out, config), call, saved=1)
     assert "in the update after step 2" in line
+    assert "step 2 is saved" in line
+    assert len(repeatable(out, METRICS)) == 2
+    trainer_of(out, config, resume=True).run()
+    assert_equals(out, full_run)
+
+
+@AFTER_AN_UPDATE
+def test_without_a_copy_nothing_is_saved_after_an_update(
+    call: tuple[str, str, int],
+    config: RunConfig,
+    full_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """θ has begun to change, so the run continues from its last checkpoint: that of step 1."""
+    monkeypatch.setattr(step_backup, "free_memory", lambda device: 1000)
+    out, printed = tmp_path / "run", io.StringIO()
+    trainer = build_trainer(config, out, False, Progress(Console(file=printed, width=300)))
+    line = failed_third_step(trainer, call, saved=1)
+    assert "in the update after step 2" in line
     assert "step 1 is saved" in line
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-000001"]
-    assert len(repeatable(out, METRICS)) == 2
+    assert printed.getvalue().count("note: no copy of weights and optimizer in host memory") == 1
+    trainer_of(out, config, resume=True).run()
+    assert_equals(out, full_run)
+
+
+def test_a_reward_that_fails_loses_no_step(
+    config: RunConfig, full_run: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    error = UserError("reward: it failed")
+    line = failed_third_step(trainer_of(out, config), ("reward", "grade", 1), error=error)
+    assert line == str(error)
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-000002"]
     trainer_of(out, config, resume=True).run()
     assert_equals(out, full_run)
 

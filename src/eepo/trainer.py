@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from eepo.algorithm import StepMetrics
 from eepo.config import RunConfig
 from eepo.evaluation.evaluate import Evaluator
 from eepo.model import memory, out_of_memory
 from eepo.model.policy import Policy
+from eepo.model.step_backup import StepBackup
 from eepo.protocols import Task
 from eepo.runs.alarm import ADVICE, AlarmMonitor, Event
 from eepo.runs.checkpoint import Checkpointer, latest, step_of, weights_damage
@@ -75,6 +74,9 @@ class Trainer:
     step: int = 0  # finished steps
     num_prompts_seen: int = 0
     seconds: float = 0.0  # training time of the finished steps
+
+    def __post_init__(self) -> None:
+        self.backup = StepBackup(self.checkpointer.optimizer, self.progress.print)
 
     @property
     def done(self) -> bool:
@@ -189,16 +191,23 @@ class Trainer:
     def _algorithm_step(
         self, prompts: list[Prompt], sampling: Sampling, metrics: StepMetrics
     ) -> Rollout:
-        """Run one step. If memory runs out before θ changes, save the last finished step."""
+        """Run one step. If it fails, undo it and save the last finished step."""
         state = copy.deepcopy(self.algorithm.state())
-        optimizer = self.checkpointer.optimizer
-        with out_of_memory.caught() as failures, _optimizer_calls(optimizer) as calls:
-            return self.algorithm.step(prompts, sampling, metrics)
-        optimizer.zero_grad(set_to_none=True)
-        if not calls and self.step:
+        self.backup.take()
+        try:
+            with out_of_memory.caught() as failures:
+                return self.algorithm.step(prompts, sampling, metrics)
+        except UserError:  # of a reward, or a gradient that is not finite
+            self._undo_step(state)
+            raise
+        self._undo_step(state)
+        raise self._out_of_memory(failures, metrics.last_phase)
+
+    def _undo_step(self, state: dict[str, Any]) -> None:
+        self.checkpointer.optimizer.zero_grad(set_to_none=True)
+        if self.backup.restore() and self.step:
             self.algorithm.load_state(state)
             self._save()
-        raise self._out_of_memory(failures, metrics.last_phase)
 
     def _out_of_memory(self, failures: list[str], phase: str) -> UserError:
         """Say in which phase memory ran out, what to change, and which step is saved."""
@@ -324,17 +333,6 @@ def _completion_rows(step: int, rollout: Rollout, num_prompts: int) -> Iterator[
             if (row, column) in rollout.logprobs_after:
                 fields["logprob_after"] = rollout.logprobs_after[row, column]
             yield fields
-
-
-@contextmanager
-def _optimizer_calls(optimizer: torch.optim.Optimizer) -> Iterator[list[bool]]:
-    """Yield a list that has an entry for every update of the weights that begins inside."""
-    calls: list[bool] = []
-    hook = optimizer.register_step_pre_hook(lambda *_: calls.append(True))
-    try:
-        yield calls
-    finally:
-        hook.remove()
 
 
 @contextmanager

@@ -3,8 +3,9 @@
     python tests/soak/gpu_memory.py            # on a GPU, about a minute
     python tests/soak/gpu_memory.py --dry      # on the CPU: errors are raised, not provoked
 
-Part 1, per phase (stage1, unlearn, stage2, update): in step 2, when the phase begins, the limit of
-the process is set to the memory that it has at that moment plus a little. torch then really fails
+Part 1, per phase (stage1, unlearn, stage2, update, and update after the first optimizer update): in
+step 2, when the phase begins, the limit of the process is set to the memory that it has at that
+moment plus a little. torch then really fails
 in this phase or, because sampling adapts to little memory, in the next one. The run must print one
 line and save step 1, although `checkpoint_every = 0`. The printed command is run without a limit
 and must finish the run.
@@ -74,6 +75,7 @@ num_samples = 1
 """
 
 
+SECOND = "second mini-batch"
 FAILED: list[str] = []
 
 
@@ -95,9 +97,9 @@ def write_inputs(folder: Path) -> Path:
     transformers.LlamaForCausalLM(config).save_pretrained(policy)
     tokenizer.save_pretrained(policy)
     numbers = (
-        {"group": 4, "tokens": 8, "prompts": 4, "mini": 4}
+        {"group": 4, "tokens": 8, "prompts": 4, "mini": 2}
         if DRY
-        else {"group": 8, "tokens": 96, "prompts": 64, "mini": 64}
+        else {"group": 8, "tokens": 96, "prompts": 64, "mini": 32}
     )
     recipe = folder / "oom.toml"
     recipe.write_text(RECIPE.format(policy=policy, device=DEVICE, **numbers))
@@ -121,11 +123,14 @@ def provoke(phase: str, step: int) -> None:
     one_step, phase_of = Trainer._one_step, StepMetrics.phase
 
     def counted(self: Trainer, bar: Any) -> None:
-        current.update(step=self.step + 1, engine=self.algorithm.engine)
+        current.update(step=self.step + 1, engine=self.algorithm.engine, backup=self.backup)
         return one_step(self, bar)
 
     def limited(self: StepMetrics, name: str) -> Any:
-        if name == phase and current["step"] == step:
+        begins = name == phase or (
+            phase == SECOND and name == "update" and current["backup"].updated
+        )
+        if begins and current["step"] == step:
             current["step"] = -1
             if not DRY:
                 if name.startswith("stage"):  # the engine may keep its cache between calls
@@ -238,7 +243,7 @@ def main() -> None:
     started = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="oom-"))
     recipe = write_inputs(folder)
-    for phase in ("stage1", "unlearn", "stage2", "update"):
+    for phase in ("stage1", "unlearn", "stage2", "update", SECOND):
         one_phase(phase, recipe, folder)
         print(f"   {time.monotonic() - started:.0f} s")
     if not DRY:

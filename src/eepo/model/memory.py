@@ -28,6 +28,7 @@ CUDA_LOGIT_BYTES = 6  # Triton kernels: the logit, and its gradient in bf16
 SAMPLING_BYTES = 32
 CUDA_SAMPLING_BYTES = 6  # Triton kernels, fitted
 CACHE_GROWTH = 1.5  # the KV cache on the CPU grows by doubling, so it is partly empty
+CGROUP = Path("/sys/fs/cgroup")
 SAFETY_FACTOR = 1.25  # training may need this many times the estimate
 
 
@@ -328,7 +329,23 @@ def free_memory(device: torch.device) -> int | None:
     if not table.exists():
         return None
     rows = dict(line.split(":", 1) for line in table.read_text().splitlines())
-    return int(rows["MemAvailable"].split()[0]) * 1024
+    free = int(rows["MemAvailable"].split()[0]) * 1024
+    in_container = _free_in_container()
+    return free if in_container is None else min(free, in_container)
+
+
+def _free_in_container() -> int | None:
+    """Return the free bytes below the memory limit of the container (cgroup 2), if it has one.
+
+    Cached pages of files count as free.
+    """
+    try:
+        limit, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+        lines = (CGROUP / "memory.stat").read_text().splitlines()
+    except (OSError, ValueError):  # no such file, or the limit is the word "max"
+        return None
+    cached = dict(line.split() for line in lines)["inactive_file"]
+    return max(0, limit - used + int(cached))
 
 
 def release_shared_memory(device: torch.device) -> None:

@@ -1,0 +1,127 @@
+"""A copy of θ and the optimizer's state in host memory, so that a failed step can be undone.
+
+If memory runs out after a step's first optimizer update, θ is neither that of the last step nor
+that of the next one. With the copy, the run can still save its last finished step.
+
+θ changes only in optimizer updates. So a GPU makes the copy while the step samples, on a stream of
+its own, and the first update waits for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from eepo.model.memory import format_bytes, free_memory
+from eepo.runs.memory_errors import is_out_of_memory
+
+MOST_OF_FREE = 0.5  # share of the free host memory that the copy may use
+ALIGNMENT = 64  # bytes
+
+Key = tuple[int, str]  # index of the weight, and entry of its state ("": the weight itself)
+
+
+class StepBackup:
+    """Copies everything that `optimizer` changes. Call `take` before a step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, note: Callable[[str], None]) -> None:
+        self.optimizer, self.note = optimizer, note
+        self.enabled = True
+        self.updated = False  # whether an update has begun since `take`
+        self.weights: list[nn.Parameter] = [w for g in optimizer.param_groups for w in g["params"]]
+        self.device = self.weights[0].device
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._copies: dict[Key, Tensor] = {}
+        optimizer.register_step_pre_hook(lambda *_: self._before_update())
+
+    def take(self) -> None:
+        """Start to copy. On a GPU this returns before the copy is complete."""
+        self.updated = False
+        if self.enabled:
+            self._allocate()
+        if self._stream is None:
+            self._copy()
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            self._copy()
+
+    @torch.no_grad()
+    def restore(self) -> bool:
+        """Undo all updates since `take`. Return False if there is no copy to do so."""
+        if not self.updated:
+            return True
+        if not self.enabled:
+            return False
+        for index, weight in enumerate(self.weights):
+            if not any((index, name) in self._copies for name in self.optimizer.state[weight]):
+                del self.optimizer.state[weight]  # the failed step was its first
+        for key, tensor in self._tensors():
+            tensor.copy_(self._copies[key])
+        self.updated = False
+        return True
+
+    def _before_update(self) -> None:
+        self.updated = True
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
+    def _tensors(self) -> Iterator[tuple[Key, Tensor]]:
+        for index, weight in enumerate(self.weights):
+            yield (index, ""), weight.detach()
+            for name, tensor in self.optimizer.state.get(weight, {}).items():
+                yield (index, name), tensor
+
+    def _allocate(self) -> None:
+        """Allocate what has no copy yet: all weights in the first step, moments in the second."""
+        missing = {key: tensor for key, tensor in self._tensors() if key not in self._copies}
+        size = sum(tensor.nbytes for tensor in missing.values())
+        free = free_memory(torch.device("cpu"))
+        if free is not None and size > MOST_OF_FREE * free:
+            self._give_up(f"it needs {format_bytes(size)}, {format_bytes(free)} are free")
+            return
+        try:
+            self._copies |= _host_copies(missing, pinned=self._stream is not None)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self._give_up(f"{format_bytes(size)} could not be allocated")
+
+    def _give_up(self, reason: str) -> None:
+        self.enabled = False
+        self._copies.clear()
+        self.note(
+            f"note: no copy of weights and optimizer in host memory ({reason}); if memory runs out "
+            "in an update, the run continues from its last checkpoint"
+        )
+
+    def _copy(self) -> None:
+        if self.enabled:
+            for key, tensor in self._tensors():
+                self._copies[key].copy_(tensor, non_blocking=True)
+
+
+def _host_copies(tensors: dict[Key, Tensor], pinned: bool) -> dict[Key, Tensor]:
+    """Return an uninitialised tensor in host memory for each tensor.
+
+    All are slices of one buffer. torch's own allocator of pinned memory would round every size up
+    to a power of two.
+    """
+    ends = list(itertools.accumulate(_padded(tensor.nbytes) for tensor in tensors.values()))
+    buffer = torch.empty(ends[-1] if ends else 0, dtype=torch.uint8)
+    if pinned and ends:
+        # If this fails, the copies are correct but slower.
+        torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
+    copies = {}
+    for (key, tensor), end in zip(tensors.items(), ends, strict=True):
+        start = end - _padded(tensor.nbytes)
+        flat = buffer[start : start + tensor.nbytes].view(tensor.dtype)
+        copies[key] = flat.view(tensor.shape)
+    return copies
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,119 @@
+"""The copy with which a failed step is undone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from eepo.model import memory, step_backup
+from eepo.model.optimizers import build_optimizer
+from eepo.model.step_backup import StepBackup
+
+NAMES = ["adamw", "adamw_bf16", "adamw_8bit"]
+
+
+def new_parts(name: str) -> tuple[list[nn.Parameter], torch.optim.Optimizer, list[str]]:
+    torch.manual_seed(0)
+    weights = [
+        nn.Parameter(torch.randn(5, 7)),
+        nn.Parameter(torch.randn(3)),
+        nn.Parameter(torch.ones(())),
+    ]
+    return weights, build_optimizer(name, weights, 0.1, 0.01, seed=0), []
+
+
+def update(weights: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+
+
+def values(weights: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    states = [t for w in weights for t in optimizer.state.get(w, {}).values()]
+    return [tensor.detach().clone() for tensor in (*weights, *states)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("num_before", [0, 1, 3])
+def test_updates_are_undone(name: str, num_before: int) -> None:
+    weights, optimizer, notes = new_parts(name)
+    backup = StepBackup(optimizer, notes.append)
+    for _ in range(num_before):
+        backup.take()
+        update(weights, optimizer)
+    before = values(weights, optimizer)
+    backup.take()
+    update(weights, optimizer)
+    update(weights, optimizer)
+    assert backup.restore()
+    after = values(weights, optimizer)
+    assert len(before) == len(after)
+    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+    assert not notes
+
+
+def test_without_an_update_there_is_nothing_to_undo() -> None:
+    weights, optimizer, notes = new_parts("adamw")
+    backup = StepBackup(optimizer, notes.append)
+    update(weights, optimizer)
+    backup.take()
+    with torch.no_grad():
+        weights[0].fill_(2.0)  # not by the optimizer: `restore` does not even look
+    assert backup.restore()
+    assert bool((weights[0] == 2).all())
+
+
+def test_a_copy_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, optimizer, notes = new_parts("adamw")
+    monkeypatch.setattr(step_backup, "free_memory", lambda device: 300)
+    backup = StepBackup(optimizer, notes.append)
+    backup.take()  # 156 bytes of weights are more than half
+    assert len(notes) == 1
+    assert "in host memory (it needs 0 MiB, 0 MiB are free)" in notes[0]
+    assert backup.restore()
+    update(weights, optimizer)
+    assert not backup.restore()
+    backup.take()
+    assert len(notes) == 1
+
+
+def test_an_allocation_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, optimizer, notes = new_parts("adamw")
+    backup = StepBackup(optimizer, notes.append)
+    backup.take()
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(step_backup, "_host_copies", fail)
+    update(weights, optimizer)
+    backup.take()  # now with moments
+    assert "could not be allocated" in notes[0]
+    update(weights, optimizer)
+    assert not backup.restore()
+
+
+@pytest.mark.parametrize(
+    ("limit", "free"),
+    [("3000\n", 3000 - 1200 + 500), ("1000\n", 300), ("max\n", None), (None, None)],
+)
+def test_the_limit_of_a_container_counts(
+    limit: str | None, free: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    cpu = torch.device("cpu")
+    without = memory.free_memory(cpu)
+    if limit:
+        (tmp_path / "memory.max").write_text(limit)
+        (tmp_path / "memory.current").write_text("1200\n")
+        (tmp_path / "memory.stat").write_text("anon 700\ninactive_file 500\n")
+    found = memory.free_memory(cpu)
+    assert found is not None
+    if free is None:
+        assert without is not None
+        assert found > without / 2
+    else:
+        assert found == free
