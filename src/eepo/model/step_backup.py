@@ -4,12 +4,14 @@ If memory runs out after a step's first optimizer update, θ is neither that of 
 that of the next one. With the copy, the run can still save its last finished step.
 
 θ changes only in optimizer updates. So a GPU makes the copy while the step samples, on a stream of
-its own, and the first update waits for it.
+its own, and the first update waits for it. A thread issues the copies: a stream accepts only about
+a thousand of them at a time, and a model has more tensors.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 
 import torch
@@ -34,11 +36,13 @@ class StepBackup:
         self.weights: list[nn.Parameter] = [w for g in optimizer.param_groups for w in g["params"]]
         self.device = self.weights[0].device
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._thread: threading.Thread | None = None
         self._copies: dict[Key, Tensor] = {}
         optimizer.register_step_pre_hook(lambda *_: self._before_update())
 
     def take(self) -> None:
         """Start to copy. On a GPU this returns before the copy is complete."""
+        self._wait()
         self.updated = False
         if self.enabled:
             self._allocate()
@@ -46,12 +50,13 @@ class StepBackup:
             self._copy()
             return
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            self._copy()
+        self._thread = threading.Thread(target=self._copy, name="step backup", daemon=True)
+        self._thread.start()
 
     @torch.no_grad()
     def restore(self) -> bool:
         """Undo all updates since `take`. Return False if there is no copy to do so."""
+        self._wait()
         if not self.updated:
             return True
         if not self.enabled:
@@ -66,7 +71,13 @@ class StepBackup:
 
     def _before_update(self) -> None:
         self.updated = True
-        if self._stream is not None:
+        self._wait()
+
+    def _wait(self) -> None:
+        """Let the current stream continue only after the copy."""
+        if self._thread is not None and self._stream is not None:
+            self._thread.join()
+            self._thread = None
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     def _tensors(self) -> Iterator[tuple[Key, Tensor]]:
@@ -99,22 +110,19 @@ class StepBackup:
         )
 
     def _copy(self) -> None:
-        if self.enabled:
-            for key, tensor in self._tensors():
+        with torch.cuda.stream(self._stream):  # does nothing if it is None
+            for key, tensor in self._tensors() if self.enabled else ():
                 self._copies[key].copy_(tensor, non_blocking=True)
 
 
 def _host_copies(tensors: dict[Key, Tensor], pinned: bool) -> dict[Key, Tensor]:
     """Return an uninitialised tensor in host memory for each tensor.
 
-    All are slices of one buffer. torch's own allocator of pinned memory would round every size up
-    to a power of two.
+    All are slices of one buffer: torch rounds the size of every pinned allocation up to a power of
+    two.
     """
     ends = list(itertools.accumulate(_padded(tensor.nbytes) for tensor in tensors.values()))
-    buffer = torch.empty(ends[-1] if ends else 0, dtype=torch.uint8)
-    if pinned and ends:
-        # If this fails, the copies are correct but slower.
-        torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
+    buffer = torch.empty(ends[-1] if ends else 0, dtype=torch.uint8, pin_memory=pinned)
     copies = {}
     for (key, tensor), end in zip(tensors.items(), ends, strict=True):
         start = end - _padded(tensor.nbytes)
