@@ -260,7 +260,7 @@ def test_the_commands_print_tables_and_status_and_write_figures(
 # --- the results in docs/
 
 
-@pytest.mark.parametrize("name", ["countdown", "smollm2"])
+@pytest.mark.parametrize("name", ["countdown", "shortcut", "smollm2"])
 def test_the_tables_in_the_docs_are_those_of_the_recorded_lines(name: str) -> None:
     experiment = Experiment(read_plan(ROOT / "studies" / f"{name}.toml"), RESULTS / name)
     text = (RESULTS / f"{name}_tables.md").read_text()
