@@ -15,13 +15,20 @@ from eepo.model.step_backup import StepBackup
 NAMES = ["adamw", "adamw_bf16", "adamw_8bit"]
 
 
-def new_parts(name: str) -> tuple[list[nn.Parameter], torch.optim.Optimizer, list[str]]:
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+    ),
+]
+
+
+def new_parts(
+    name: str, device: str = "cpu"
+) -> tuple[list[nn.Parameter], torch.optim.Optimizer, list[str]]:
     torch.manual_seed(0)
-    weights = [
-        nn.Parameter(torch.randn(5, 7)),
-        nn.Parameter(torch.randn(3)),
-        nn.Parameter(torch.ones(())),
-    ]
+    shapes: list[tuple[int, ...]] = [(5, 7), (3,), ()]
+    weights = [nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
     return weights, build_optimizer(name, weights, 0.1, 0.01, seed=0), []
 
 
@@ -38,8 +45,9 @@ def values(weights: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> lis
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("num_before", [0, 1, 3])
-def test_updates_are_undone(name: str, num_before: int) -> None:
-    weights, optimizer, notes = new_parts(name)
+@pytest.mark.parametrize("device", DEVICES)
+def test_updates_are_undone(name: str, num_before: int, device: str) -> None:
+    weights, optimizer, notes = new_parts(name, device)
     backup = StepBackup(optimizer, notes.append)
     for _ in range(num_before):
         backup.take()

@@ -11,8 +11,8 @@ a thousand of them at a time, and a model has more tensors.
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,8 @@ class StepBackup:
         self.weights: list[nn.Parameter] = [w for g in optimizer.param_groups for w in g["params"]]
         self.device = self.weights[0].device
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self._thread: threading.Thread | None = None
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="step backup")
+        self._copying: Future[None] | None = None
         self._copies: dict[Key, Tensor] = {}
         optimizer.register_step_pre_hook(lambda *_: self._before_update())
 
@@ -50,8 +51,7 @@ class StepBackup:
             self._copy()
             return
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        self._thread = threading.Thread(target=self._copy, name="step backup", daemon=True)
-        self._thread.start()
+        self._copying = self._executor.submit(self._copy)
 
     @torch.no_grad()
     def restore(self) -> bool:
@@ -75,9 +75,9 @@ class StepBackup:
 
     def _wait(self) -> None:
         """Let the current stream continue only after the copy."""
-        if self._thread is not None and self._stream is not None:
-            self._thread.join()
-            self._thread = None
+        if self._copying is not None and self._stream is not None:
+            self._copying.result()
+            self._copying = None
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     def _tensors(self) -> Iterator[tuple[Key, Tensor]]:
