@@ -72,6 +72,7 @@ def test_a_correct_recipe_has_only_ok_findings(name: str) -> None:
         "model",
         "length",
         "memory",
+        "host copy",
         "disk",
         "gold answers",
         "samples",
@@ -103,7 +104,7 @@ def test_a_wrong_model_path_skips_only_dependent_checks() -> None:
     findings = examine_recipe("countdown/grpo", 'model.path="./nowhere"', 'model.device="cuda:77"')
     failed = ("tokenizer", "model", "device")
     needs_tokenizer = ("data", "prompt", "gold answers", "samples")
-    needs_model = ("precision", "length", "memory", "disk")
+    needs_model = ("precision", "length", "memory", "host copy", "disk")
     skipped = needs_tokenizer + needs_model
     expected = dict.fromkeys(failed, "fail") | dict.fromkeys(skipped, "skip")
     assert levels(findings) == expected
@@ -168,6 +169,17 @@ def test_a_smaller_optimizer_is_proposed_last_with_a_warning_about_results() -> 
     )
     hopeless = doctor.judge_memory(dataclasses.replace(single, free=10**9))
     assert "a smaller model" in hopeless.advice
+
+
+def test_a_copy_that_does_not_fit_into_host_memory_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The policy has 0.9 million weights: 12 bytes of each are copied."""
+    monkeypatch.setattr(memory, "free_memory", lambda device: 2**24)
+    finding = examine_recipe("countdown/grpo", *SMALL)["host copy"]
+    assert finding.level == "warn"
+    assert "takes 10 MiB of 16 MiB free host memory, more than half" in finding.text
+    assert "training.checkpoint_every" in finding.advice
 
 
 def test_a_full_disk_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -340,6 +340,26 @@ def _settings(knobs: dict[str, Any]) -> str:
     return ", ".join(f"{key} = {str(value).lower()}" for key, value in knobs.items())
 
 
+@check("host copy", needs=("model",))
+def check_host_copy(context: Context) -> Iterator[Finding]:
+    size = memory.host_copy_bytes(context.shape, context.config)
+    free = memory.free_memory(torch.device("cpu"))
+    if free is None:
+        return
+    text = (
+        f"the copy that undoes a failed step takes {memory.format_bytes(size)} of "
+        f"{memory.format_bytes(free)} free host memory"
+    )
+    if size <= memory.HOST_COPY_SHARE * free:
+        yield Finding("ok", "host copy", text)
+    else:
+        advice = (
+            "a smaller training.checkpoint_every; if memory runs out in an update, the run "
+            "continues from its last checkpoint"
+        )
+        yield Finding("warn", "host copy", f"{text}, more than half: it is left out", advice)
+
+
 @check("disk", needs=("model",))
 def check_disk(context: Context) -> Iterator[Finding]:
     size = memory.checkpoint_bytes(context.shape, context.config)

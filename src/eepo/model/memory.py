@@ -28,6 +28,7 @@ CUDA_LOGIT_BYTES = 6  # Triton kernels: the logit, and its gradient in bf16
 SAMPLING_BYTES = 32
 CUDA_SAMPLING_BYTES = 6  # Triton kernels, fitted
 CACHE_GROWTH = 1.5  # the KV cache on the CPU grows by doubling, so it is partly empty
+HOST_COPY_SHARE = 0.5  # of the free host memory, which the copy may use
 CGROUP = Path("/sys/fs/cgroup")
 SAFETY_FACTOR = 1.25  # training may need this many times the estimate
 
@@ -266,6 +267,11 @@ def cache_bytes(shape: Shape, config: RunConfig, rollout_dtype: torch.dtype, fre
 
 def optimizer_bytes(shape: Shape, config: RunConfig) -> int:
     return int(MOMENT_BYTES[config.training.optimizer] * shape.num_trained)
+
+
+def host_copy_bytes(shape: Shape, config: RunConfig) -> int:
+    """Return the host memory of the copy with which a failed step is undone."""
+    return FP32_BYTES * shape.num_trained + optimizer_bytes(shape, config)
 
 
 def checkpoint_bytes(shape: Shape, config: RunConfig) -> int:

@@ -17,10 +17,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 
-from eepo.model.memory import format_bytes, free_memory
+from eepo.model.memory import HOST_COPY_SHARE, format_bytes, free_memory
 from eepo.runs.memory_errors import is_out_of_memory
 
-MOST_OF_FREE = 0.5  # share of the free host memory that the copy may use
 ALIGNMENT = 64  # bytes
 
 Key = tuple[int, str]  # index of the weight, and entry of its state ("": the weight itself)
@@ -91,7 +90,7 @@ class StepBackup:
         missing = {key: tensor for key, tensor in self._tensors() if key not in self._copies}
         size = sum(tensor.nbytes for tensor in missing.values())
         free = free_memory(torch.device("cpu"))
-        if free is not None and size > MOST_OF_FREE * free:
+        if free is not None and size > HOST_COPY_SHARE * free:
             self._give_up(f"it needs {format_bytes(size)}, {format_bytes(free)} are free")
             return
         try:
