@@ -5,10 +5,9 @@
 
 Part 1, per phase (stage1, unlearn, stage2, update, and update after the first optimizer update): in
 step 2, when the phase begins, the limit of the process is set to the memory that it has at that
-moment plus a little. torch then really fails
-in this phase or, because sampling adapts to little memory, in the next one. The run must print one
-line and save step 1, although `checkpoint_every = 0`. The printed command is run without a limit
-and must finish the run.
+moment plus a little. torch then really fails in this phase or, because sampling adapts to little
+memory, in the next one. The run must print one line and save step 1, although
+`checkpoint_every = 0`. The printed command is run without a limit and must finish the run.
 Part 2: the whole process has a limit between the peak of a run with and without gradient
 checkpointing. The printed commands are followed, under the same limit, until the run is finished.
 Every run is a fork of this process, which has imported everything but has not touched CUDA.

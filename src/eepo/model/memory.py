@@ -28,7 +28,7 @@ CUDA_LOGIT_BYTES = 6  # Triton kernels: the logit, and its gradient in bf16
 SAMPLING_BYTES = 32
 CUDA_SAMPLING_BYTES = 6  # Triton kernels, fitted
 CACHE_GROWTH = 1.5  # the KV cache on the CPU grows by doubling, so it is partly empty
-HOST_COPY_SHARE = 0.5  # of the free host memory, which the copy may use
+HOST_COPY_SHARE = 0.5  # share of the free host memory that the copy of a step may use
 CGROUP = Path("/sys/fs/cgroup")
 SAFETY_FACTOR = 1.25  # training may need this many times the estimate
 
@@ -347,11 +347,11 @@ def _free_in_container() -> int | None:
     """
     try:
         limit, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
-        lines = (CGROUP / "memory.stat").read_text().splitlines()
-    except (OSError, ValueError):  # no such file, or the limit is the word "max"
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        cached = int(stat["inactive_file"])
+    except (OSError, ValueError, KeyError):  # no such file or row, or the limit is the word "max"
         return None
-    cached = dict(line.split() for line in lines)["inactive_file"]
-    return max(0, limit - used + int(cached))
+    return max(0, limit - used + cached)
 
 
 def release_shared_memory(device: torch.device) -> None:

@@ -4,8 +4,8 @@ If memory runs out after a step's first optimizer update, θ is neither that of 
 that of the next one. With the copy, the run can still save its last finished step.
 
 θ changes only in optimizer updates. So a GPU makes the copy while the step samples, on a stream of
-its own, and the first update waits for it. A thread issues the copies: a stream accepts only about
-a thousand of them at a time, and a model has more tensors.
+its own, and the first update waits for it. A thread issues the copies, because a model has many
+tensors, and issuing them takes time.
 """
 
 from __future__ import annotations
