@@ -63,6 +63,20 @@ def test_updates_are_undone(name: str, num_before: int, device: str) -> None:
     assert not notes
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_large_tensors_are_copied_in_parts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_backup, "QUEUED_BYTES", 60)  # two rows of 28 bytes, of five
+    weights, optimizer, notes = new_parts("adamw", device)
+    backup = StepBackup(optimizer, notes.append)
+    assert [len(part) for part in step_backup._parts(weights[0])] == [2, 2, 1]
+    update(weights, optimizer)
+    before = values(weights, optimizer)
+    backup.take()
+    update(weights, optimizer)
+    assert backup.restore()
+    assert all(torch.equal(*pair) for pair in zip(before, values(weights, optimizer), strict=True))
+
+
 def test_without_an_update_there_is_nothing_to_undo() -> None:
     weights, optimizer, notes = new_parts("adamw")
     backup = StepBackup(optimizer, notes.append)

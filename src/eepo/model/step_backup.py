@@ -4,14 +4,14 @@ If memory runs out after a step's first optimizer update, θ is neither that of 
 that of the next one. With the copy, the run can still save its last finished step.
 
 θ changes only in optimizer updates. So a GPU makes the copy while the step samples, on a stream of
-its own, and the first update waits for it. A thread issues the copies, because a model has many
-tensors, and issuing them takes time.
+its own, and the first update waits for it. A thread issues the copies a few at a time: if all were
+queued at once, the work of sampling would wait behind them.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -21,6 +21,7 @@ from eepo.model.memory import HOST_COPY_SHARE, format_bytes, free_memory
 from eepo.runs.memory_errors import is_out_of_memory
 
 ALIGNMENT = 64  # bytes
+QUEUED_BYTES = 64 * 2**20  # what the thread queues before it waits for the GPU
 
 Key = tuple[int, str]  # index of the weight, and entry of its state ("": the weight itself)
 
@@ -109,9 +110,15 @@ class StepBackup:
         )
 
     def _copy(self) -> None:
+        queued = 0
         with torch.cuda.stream(self._stream):  # does nothing if it is None
             for key, tensor in self._tensors() if self.enabled else ():
-                self._copies[key].copy_(tensor, non_blocking=True)
+                for target, source in zip(_parts(self._copies[key]), _parts(tensor), strict=True):
+                    target.copy_(source, non_blocking=True)
+                    queued += source.nbytes
+                    if self._stream is not None and queued >= QUEUED_BYTES:
+                        self._stream.synchronize()
+                        queued = 0
 
 
 def _host_copies(tensors: dict[Key, Tensor], pinned: bool) -> dict[Key, Tensor]:
@@ -128,6 +135,14 @@ def _host_copies(tensors: dict[Key, Tensor], pinned: bool) -> dict[Key, Tensor]:
         flat = buffer[start : start + tensor.nbytes].view(tensor.dtype)
         copies[key] = flat.view(tensor.shape)
     return copies
+
+
+def _parts(tensor: Tensor) -> Sequence[Tensor]:
+    """Split a tensor with more than `QUEUED_BYTES` along its first dimension."""
+    if tensor.nbytes <= QUEUED_BYTES:
+        return (tensor,)
+    rows = max(1, QUEUED_BYTES * len(tensor) // tensor.nbytes)
+    return tensor.split(rows)
 
 
 def _padded(size: int) -> int:
