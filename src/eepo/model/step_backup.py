@@ -21,7 +21,7 @@ from eepo.model.memory import HOST_COPY_SHARE, format_bytes, free_memory
 from eepo.runs.memory_errors import is_out_of_memory
 
 ALIGNMENT = 64  # bytes
-QUEUED_BYTES = 64 * 2**20  # what the thread queues before it waits for the GPU
+QUEUED_BYTES = 16 * 2**20  # what the thread queues before it waits for the GPU
 
 Key = tuple[int, str]  # index of the weight, and entry of its state ("": the weight itself)
 
