@@ -309,17 +309,17 @@ def test_evaluations_run_at_the_start_during_training_and_at_the_end(
     ]
 
 
-@pytest.mark.parametrize(("quick_problems", "num_problems"), [(2, 2), (0, 3)])
-def test_a_quick_evaluation_uses_the_first_problems_or_all(
-    quick_problems: int, num_problems: int, tmp_path: Path
+@pytest.mark.parametrize("kind", ["quick", "full"])
+@pytest.mark.parametrize(("limit", "num_problems"), [(2, 2), (0, 3)])
+def test_an_evaluation_uses_the_first_problems_or_all(
+    kind: str, limit: int, num_problems: int, tmp_path: Path
 ) -> None:
-    evaluation = {"every": 1, "quick_problems": quick_problems, "num_samples": 1}
+    name = "quick_problems" if kind == "quick" else "num_problems"
+    evaluation = {"every": 1, name: limit, "num_samples": 1}
     config = tiny(training={"num_steps": 2}, evaluation=evaluation)
-    quick = [
-        row for row in rows(run(config, tmp_path / "run"), EVALUATIONS) if row["kind"] == "quick"
-    ]
-    assert {row["step"] for row in quick} == {0, 1}
-    assert {row["num_problems"] for row in quick} == {num_problems}
+    found = [row for row in rows(run(config, tmp_path / "run"), EVALUATIONS) if row["kind"] == kind]
+    assert {row["step"] for row in found} == ({0, 1} if kind == "quick" else {2})
+    assert {row["num_problems"] for row in found} == {num_problems}
 
 
 def test_the_engine_releases_memory_after_each_stage_and_after_an_evaluation(

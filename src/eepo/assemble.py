@@ -102,11 +102,10 @@ def _trainer(config: RunConfig, start: Start, lock: RunLock, progress: Progress)
         add_adapter(model, config, saved)
     policy = build_policy(model, config.model, merges=config.rollout.merge_lora)
     optimizer = _optimizer(model, config.training)
+    reference = build_reference(policy, base, config.model) if config.algorithm.kl_coef else None
     algorithm = EEPO(
         policy=policy,
-        reference=build_reference(policy, base, config.model)
-        if config.algorithm.kl_coef > 0
-        else None,
+        reference=reference,
         engine=engine,
         reward=reward,
         optimizer=optimizer,

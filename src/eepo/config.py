@@ -378,6 +378,7 @@ class EvaluationConfig:
     every: int = knob(0, "Steps between quick evaluations. 0: none.", least=0)
     quick_problems: int = knob(64, "Problems per set in a quick evaluation. 0: all.", least=0)
     quick_samples: int = knob(4, "Samples per problem in a quick evaluation.", least=1)
+    num_problems: int = knob(0, "Problems per set in the full evaluation. 0: all.", least=0)
     num_samples: int = knob(32, "Samples per problem in the full evaluation.", least=1)
     temperature: float = knob(1.0, "Sampling temperature.", above=0)
     seed: int = knob(1234, "Seed of the samples.", least=0)

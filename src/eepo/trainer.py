@@ -121,7 +121,7 @@ class Trainer:
         if not evaluated or damage:
             self.checkpointer.save_final(final)
         if not evaluated:
-            self._evaluate("full", self.config.evaluation.num_samples, None)
+            self._full_evaluation()
         if not self.step:
             self.log.append(METRICS)  # an empty file: reports recognise a run by it
         return final
@@ -221,9 +221,13 @@ class Trainer:
 
     def _evaluate_start(self) -> None:
         if self.config.evaluation.start:
-            self._evaluate("full", self.config.evaluation.num_samples, None)
+            self._full_evaluation()
         elif self.config.evaluation.every:
             self._quick_evaluation()
+
+    def _full_evaluation(self) -> None:
+        settings = self.config.evaluation
+        self._evaluate("full", settings.num_samples, settings.num_problems or None)
 
     def _quick_evaluation(self) -> None:
         settings = self.config.evaluation

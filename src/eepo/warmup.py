@@ -131,7 +131,8 @@ class Warmup:
         sampling = Sampling(
             settings.temperature, self.config.max_new_tokens, settings.seed, "evaluation"
         )
-        sets = self.task.evaluation_sets()
+        limit = settings.num_problems or None
+        sets = {name: p[:limit] for name, p in self.task.evaluation_sets().items()}
         self.evaluator.engine.load_weights(self.policy.named_weights())
         with self.progress.bar("evaluate", sum(map(len, sets.values()))) as bar:
             results = self.evaluator.evaluate(sets, settings.num_samples, sampling, bar.advance)

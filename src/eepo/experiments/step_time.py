@@ -86,7 +86,8 @@ def run_seconds(shape: Shape, config: RunConfig, num_problems: int, mean_length:
     lengths = Lengths(min(mean_length, limit), limit)
     evaluation, num_steps = config.evaluation, config.training.num_steps
     seconds = num_steps * step_seconds(shape, config, lengths, NUM_PROMPT_TOKENS)
-    seconds += evaluation_seconds(shape, config, lengths, num_problems, evaluation.num_samples)
+    full = min(num_problems, evaluation.num_problems or num_problems)
+    seconds += evaluation_seconds(shape, config, lengths, full, evaluation.num_samples)
     if evaluation.every and num_steps:
         quick = min(num_problems, evaluation.quick_problems or num_problems)
         each = evaluation_seconds(shape, config, lengths, quick, evaluation.quick_samples)
