@@ -108,8 +108,7 @@ def trl(
     `knobs` select EEPO, another way to sample or an adapter.
     """
     from datasets import Dataset
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, TrainerCallback
+    from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     adapter = knobs.pop("peft_config", None)
@@ -118,20 +117,8 @@ def trl(
         from eepo.adapters.trl import EEPOConfig, EEPOTrainer
 
         config, trainer_class = EEPOConfig, EEPOTrainer
-    words = {f"w{place}": place for place in range(5000)} | {"<pad>": 5000, "<end>": 5001}
-    core = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<end>")
     lots = random.Random(0)
-    texts = [
-        " ".join(f"w{lots.randrange(4000)}" for _ in range(args.prompt))
-        for _ in range(args.prompts)
-    ]
-    model = shapes.new_model(args.shape, dtype, device)
-    folder = tempfile.mkdtemp()
-    model.save_pretrained(folder)  # where the trainer finds the reference, and vLLM the weights
-    tokenizer.save_pretrained(folder)
-    model.name_or_path = model.config._name_or_path = folder
+    model, tokenizer = _saved_model(args, device, dtype)
     ends: list[float] = []
 
     class Clock(TrainerCallback):
@@ -139,24 +126,10 @@ def trl(
             shapes.synchronize(device)
             ends.append(time.perf_counter())
 
-    rows_at_once, on_gpu = args.trl_rows, device.type == "cuda"
-    # No end of sequence, so that all completions have the same length.
-    generation = {"ignore_eos": True} if "use_vllm" in knobs else {"eos_token_id": None, "top_k": 0}
-    mini_batch = args.prompts // 2 * GROUP
-    options = config(
-        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=rows_at_once,
-        gradient_accumulation_steps=mini_batch // rows_at_once,
-        steps_per_generation=2 * mini_batch // rows_at_once,
-        num_generations=GROUP, max_completion_length=args.new, temperature=1.0, beta=1e-4,
-        bf16=on_gpu, use_cpu=not on_gpu,
-        gradient_checkpointing=False, learning_rate=1e-7,
-        max_steps=2 * (args.warm + args.repeats), save_strategy="no",
-        report_to="none", logging_steps=1000, disable_tqdm=True, num_iterations=1,
-        generation_kwargs=generation, **knobs,
-    )  # fmt: skip
     trainer = trainer_class(
-        model=model, args=options, processing_class=tokenizer, callbacks=[Clock()],
-        train_dataset=Dataset.from_dict({"prompt": texts}), peft_config=adapter,
+        model=model, args=config(**_trl_options(args, device, "use_vllm" in knobs), **knobs),
+        processing_class=tokenizer, callbacks=[Clock()], peft_config=adapter,
+        train_dataset=Dataset.from_dict({"prompt": _texts(args, lots)}),
         reward_funcs=lambda completions, **_: [float(lots.random() < 0.5) for _ in completions],
     )  # fmt: skip
     started = time.perf_counter()
@@ -165,6 +138,50 @@ def trl(
     seconds = [end - begin for begin, end in itertools.pairwise(marks)]
     print("  TRL's steps: " + ", ".join(f"{one:.1f}" for one in seconds), flush=True)
     return [{"seconds/total": one} for one in seconds[args.warm :]]
+
+
+def _saved_model(
+    args: argparse.Namespace, device: torch.device, dtype: torch.dtype
+) -> tuple[Any, Any]:
+    """Return a model and a tokenizer, also saved where TRL and vLLM look for them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{place}": place for place in range(5000)} | {"<pad>": 5000, "<end>": 5001}
+    core = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<end>")
+    model = shapes.new_model(args.shape, dtype, device)
+    folder = tempfile.mkdtemp()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    model.name_or_path = model.config._name_or_path = folder
+    return model, tokenizer
+
+
+def _texts(args: argparse.Namespace, lots: random.Random) -> list[str]:
+    return [
+        " ".join(f"w{lots.randrange(4000)}" for _ in range(args.prompt))
+        for _ in range(args.prompts)
+    ]
+
+
+def _trl_options(args: argparse.Namespace, device: torch.device, with_vllm: bool) -> dict[str, Any]:
+    """TRL's settings for the same batch. Without an end token, completions have equal lengths."""
+    rows_at_once, on_gpu = args.trl_rows, device.type == "cuda"
+    mini_batch = args.prompts // 2 * GROUP
+    generation = {"ignore_eos": True} if with_vllm else {"eos_token_id": None, "top_k": 0}
+    return {
+        "output_dir": tempfile.mkdtemp(), "per_device_train_batch_size": rows_at_once,
+        "gradient_accumulation_steps": mini_batch // rows_at_once,
+        "steps_per_generation": 2 * mini_batch // rows_at_once,
+        "num_generations": GROUP, "max_completion_length": args.new, "temperature": 1.0,
+        "beta": 1e-4, "bf16": on_gpu, "use_cpu": not on_gpu,
+        "gradient_checkpointing": False, "learning_rate": 1e-7,
+        "max_steps": 2 * (args.warm + args.repeats), "save_strategy": "no",
+        "report_to": "none", "logging_steps": 1000, "disable_tqdm": True, "num_iterations": 1,
+        "generation_kwargs": generation,
+    }  # fmt: skip
 
 
 VLLM = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3}
