@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch import nn
 from eepo.model import memory, step_backup
 from eepo.model.optimizers import build_optimizer
 from eepo.model.step_backup import StepBackup
+from eepo.rollout.paged.engine import PagedEngine
+from eepo.types import Prompt, Sampling
 
 NAMES = ["adamw", "adamw_bf16", "adamw_8bit"]
 
@@ -75,6 +78,22 @@ def test_large_tensors_are_copied_in_parts(device: str, monkeypatch: pytest.Monk
     update(weights, optimizer)
     assert backup.restore()
     assert all(torch.equal(*pair) for pair in zip(before, values(weights, optimizer), strict=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_graphs_are_captured_while_the_copy_is_made(new_model: Any, tokenizer: Any) -> None:
+    weight = nn.Parameter(torch.zeros(2**30, device="cuda"))  # 4 GiB: about 0.1 s
+    backup = StepBackup(torch.optim.SGD([weight], lr=0.1), print)
+    backup.take()  # allocates
+    model = new_model("llama").to("cuda", torch.bfloat16)
+    engine = PagedEngine(model, tokenizer, max_rows=8, keep_bytes=0)
+    assert engine.unsupported_reason() == ""
+    for _ in range(5):
+        engine.release_memory()  # with the graphs, so that they are captured again
+        backup.take()
+        engine.generate([Prompt("p", "", (2, 3, 4))], 8, Sampling(1.0, 20))
+    assert engine.graphs.enabled
+    backup.take()  # raises an error of the thread
 
 
 def test_without_an_update_there_is_nothing_to_undo() -> None:

@@ -375,7 +375,8 @@ def test_capture_runs_a_warm_up_step_once_per_size(
     capturing, errors = [], []
 
     @contextlib.contextmanager
-    def capture(graph: Any, pool: Any) -> Iterator[None]:
+    def capture(graph: Any, pool: Any, capture_error_mode: str) -> Iterator[None]:
+        assert capture_error_mode == "thread_local"  # the thread of `StepBackup` may wait meanwhile
         capturing.append(True)
         yield
         capturing.pop()

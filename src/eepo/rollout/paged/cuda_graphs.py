@@ -147,7 +147,9 @@ class DecodeBuffers:
         """Capture the graph of one size; return the error as one line, or ""."""
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._graph_memory):
+            # The default forbids that another thread waits for a copy (`StepBackup`).
+            mode = "thread_local"
+            with torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode=mode):
                 self._run_step(size)
         except RuntimeError as error:
             return (str(error).strip() or type(error).__name__).splitlines()[0]
