@@ -196,6 +196,9 @@ PEERS: dict[str, Any] = {
     "trl, vllm, eepo": lambda *given: trl(
         *given, torch.float32, gate="always", unlearn_lr=1e-6, **VLLM
     ),
+    "trl, vllm, eepo full": lambda *given: trl(
+        *given, torch.float32, gate="always", unlearn_lr=1e-6, credit="full", **VLLM
+    ),
     "trl, eepo": lambda *given: trl(*given, torch.float32, gate="always", unlearn_lr=1e-6),
 }
 
