@@ -134,3 +134,6 @@ def main(folder: str, out: str, *settings: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    # Without this, a process sometimes aborts in torch's threads at its end.
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
