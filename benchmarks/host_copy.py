@@ -1,6 +1,6 @@
 """Measures how long sampling waits for the copy that undoes a failed step, on a GPU.
 
-    python benchmarks/host_copy.py --shape 1.5B --queued 16,64,256,1000000
+    python benchmarks/host_copy.py --shape 1.5B --queued 16 64 256 1000000
 
 `StepBackup` copies weights and moments to host memory while the step samples. A loop of matrix
 products, each with a small copy to the host, stands for sampling. `--queued` are sizes in MiB: what
@@ -26,7 +26,8 @@ NUM_TURNS, PRODUCTS_PER_TURN = 150, 8
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", default="1.5B", choices=shapes.SHAPES)
-    parser.add_argument("--queued", default="16,64,256,1000000", help="MiB, several with commas")
+    sizes = [16, 64, 256, 1_000_000]
+    parser.add_argument("--queued", type=int, nargs="+", default=sizes, metavar="MiB")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("host_copy.py needs a GPU")
@@ -43,13 +44,13 @@ def main() -> None:
     print(f"first copy, with its allocation: {copy_seconds(backup):.2f} s", flush=True)
     print("| queued, MiB | copy alone, s | sampling during the copy, s | then, s |")
     print("| --- | --- | --- | --- |")
-    for text in args.queued.split(","):
-        step_backup.QUEUED_BYTES = int(text) * 2**20
+    for size in args.queued:
+        step_backup.QUEUED_BYTES = size * 2**20
         alone = min(copy_seconds(backup) for _ in range(2))
         backup.take()
         during = sampling_seconds(device)
         then = finish(backup)
-        print(f"| {text} | {alone:.3f} | {during:.3f} | {then:.3f} |", flush=True)
+        print(f"| {size} | {alone:.3f} | {during:.3f} | {then:.3f} |", flush=True)
 
 
 def copy_seconds(backup: StepBackup) -> float:

@@ -112,6 +112,11 @@ def test_the_run_is_evaluated_once_at_the_end(full_run: FullRun) -> None:
     assert seen == [(12, "full", "in_range"), (12, "full", "out_of_range")]
 
 
+def test_the_evaluation_can_be_limited_to_the_first_problems(tmp_path: Path) -> None:
+    out = run(tiny(supervised={"num_steps": 1}, evaluation={"num_problems": 2}), tmp_path / "run")
+    assert {row["num_problems"] for row in rows(out, EVALUATIONS)} == {2}
+
+
 @pytest.mark.parametrize("step", [4, 8, 12])
 def test_a_resumed_run_equals_an_uninterrupted_run(
     step: int, full_run: FullRun, tmp_path: Path

@@ -114,20 +114,14 @@ def _trainer(config: RunConfig, start: Start, lock: RunLock, progress: Progress)
         max_grad_norm=config.training.max_grad_norm,
     )
     logger = build_logger(config.logging, out, start.step, dataclasses.asdict(config), progress)
-    keep_checkpoints = config.training.keep_checkpoints
+    folder, keep_checkpoints = out / "checkpoints", config.training.keep_checkpoints
+    writer = weights_writer(policy)
     trainer = Trainer(
         config=config,
         algorithm=algorithm,
         policy=policy,
         evaluator=Evaluator(engine, reward),
-        checkpointer=Checkpointer(
-            out / "checkpoints",
-            model,
-            tokenizer,
-            optimizer,
-            keep_checkpoints,
-            weights_writer(policy),
-        ),
+        checkpointer=Checkpointer(folder, model, tokenizer, optimizer, keep_checkpoints, writer),
         task=task,
         log=open_log(config, out, start, progress),
         progress=progress,

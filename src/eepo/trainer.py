@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from eepo.algorithm import StepMetrics
 from eepo.config import RunConfig
 from eepo.evaluation.evaluate import Evaluator
+from eepo.evaluation.sets import task_sets
 from eepo.model import memory, out_of_memory
 from eepo.model.policy import Policy
 from eepo.model.step_backup import StepBackup
@@ -227,19 +228,19 @@ class Trainer:
 
     def _full_evaluation(self) -> None:
         settings = self.config.evaluation
-        self._evaluate("full", settings.num_samples, settings.num_problems or None)
+        self._evaluate("full", settings.num_samples, settings.num_problems)
 
     def _quick_evaluation(self) -> None:
         settings = self.config.evaluation
-        self._evaluate("quick", settings.quick_samples, settings.quick_problems or None)
+        self._evaluate("quick", settings.quick_samples, settings.quick_problems)
 
-    def _evaluate(self, kind: str, num_samples: int, num_problems: int | None) -> None:
+    def _evaluate(self, kind: str, num_samples: int, num_problems: int) -> None:
         """Evaluate all sets, and write all rows at once: an interruption leaves no partial rows."""
         settings, options = self.config.evaluation, self.config.algorithm
         sampling = Sampling(
             settings.temperature, options.max_new_tokens, settings.seed, "evaluation"
         )
-        sets = {name: p[:num_problems] for name, p in self.task.evaluation_sets().items()}
+        sets = {each.name: each.prompts for each in task_sets(self.task, num_problems)}
         engine = self.evaluator.engine
         with out_of_memory.caught() as failures, self._evaluation_bar(kind, sets) as bar:
             engine.load_weights(self.policy.named_weights())

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from eepo.config import SupervisedConfig, WarmupConfig
 from eepo.evaluation.evaluate import Evaluator
+from eepo.evaluation.sets import task_sets
 from eepo.model.policy import Policy, Scores
 from eepo.protocols import Task
 from eepo.runs.checkpoint import Checkpointer, weights_damage
@@ -131,8 +132,8 @@ class Warmup:
         sampling = Sampling(
             settings.temperature, self.config.max_new_tokens, settings.seed, "evaluation"
         )
-        limit = settings.num_problems or None
-        sets = {name: p[:limit] for name, p in self.task.evaluation_sets().items()}
+        prompt_sets = task_sets(self.task, settings.num_problems)
+        sets = {each.name: each.prompts for each in prompt_sets}
         self.evaluator.engine.load_weights(self.policy.named_weights())
         with self.progress.bar("evaluate", sum(map(len, sets.values()))) as bar:
             results = self.evaluator.evaluate(sets, settings.num_samples, sampling, bar.advance)
