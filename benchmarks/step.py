@@ -21,6 +21,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -97,6 +98,38 @@ def ours(
     return rows[args.warm :]
 
 
+class Clock:
+    """Adds up the seconds that methods take. A mark keeps the sums of that moment."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.sums: Counter[str] = Counter()
+        self.marks: list[Counter[str]] = []
+
+    def _now(self) -> float:
+        shapes.synchronize(self.device)
+        return time.perf_counter()
+
+    def time(self, owner: Any, method: str, name: str) -> None:
+        """Replace a method of `owner` by one that adds its seconds to the sum `name`."""
+        inner = getattr(owner, method)
+
+        def timed(*given: Any, **also: Any) -> Any:
+            begin = self._now()
+            result = inner(*given, **also)
+            self.sums[name] += self._now() - begin
+            return result
+
+        setattr(owner, method, timed)
+
+    def mark(self) -> None:
+        self.marks.append(self.sums | Counter({"seconds/total": self._now()}))
+
+    def differences(self, every: int) -> list[dict[str, float]]:
+        pairs = itertools.pairwise(self.marks[::every])
+        return [{name: after[name] - before[name] for name in after} for before, after in pairs]
+
+
 def trl(
     args: argparse.Namespace,
     device: torch.device,
@@ -105,6 +138,7 @@ def trl(
 ) -> list[dict[str, float]]:
     """Time pairs of optimizer steps of TRL: a generation has two, as ours.
 
+    "stage1" is everything that `_generate` does; for EEPO that is both stages and unlearning.
     `knobs` select EEPO, another way to sample or an adapter.
     """
     from datasets import Dataset
@@ -119,25 +153,28 @@ def trl(
         config, trainer_class = EEPOConfig, EEPOTrainer
     lots = random.Random(0)
     model, tokenizer = _saved_model(args, device, dtype)
-    ends: list[float] = []
+    clock = Clock(device)
 
-    class Clock(TrainerCallback):
+    class EndOfStep(TrainerCallback):
         def on_step_end(self, *given: Any, **also: Any) -> None:
-            shapes.synchronize(device)
-            ends.append(time.perf_counter())
+            clock.mark()
 
     trainer = trainer_class(
         model=model, args=config(**_trl_options(args, device, "use_vllm" in knobs), **knobs),
-        processing_class=tokenizer, callbacks=[Clock()], peft_config=adapter,
+        processing_class=tokenizer, callbacks=[EndOfStep()], peft_config=adapter,
         train_dataset=Dataset.from_dict({"prompt": _texts(args, lots)}),
         reward_funcs=lambda completions, **_: [float(lots.random() < 0.5) for _ in completions],
     )  # fmt: skip
-    started = time.perf_counter()
+    clock.time(trainer, "_generate", "seconds/stage1")
+    clock.time(trainer, "_generate_and_score_completions", "seconds/scored")
+    clock.mark()
     trainer.train()
-    marks = [started, *ends[1::2]]
-    seconds = [end - begin for begin, end in itertools.pairwise(marks)]
-    print("  TRL's steps: " + ", ".join(f"{one:.1f}" for one in seconds), flush=True)
-    return [{"seconds/total": one} for one in seconds[args.warm :]]
+    steps = clock.differences(every=2)  # a step has two optimizer steps
+    print("  TRL's steps: " + ", ".join(f"{one['seconds/total']:.1f}" for one in steps), flush=True)
+    for step in steps:
+        step["seconds/reference"] = step["seconds/scored"] - step["seconds/stage1"]
+        step["seconds/update"] = step["seconds/total"] - step["seconds/scored"]
+    return steps[args.warm :]
 
 
 def _saved_model(
