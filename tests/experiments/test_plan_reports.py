@@ -15,9 +15,9 @@ from eepo.experiments.plan import Selection
 from eepo.experiments.plan_file import read_plan
 from eepo.experiments.plan_reports import _figure_data, plan_tables, write_plan_figures
 from eepo.experiments.toml_tables import dump_tables
-from eepo.reports.frontier import FrontierPanel, frontier_figure
+from eepo.reports.frontier import FrontierPanel, frontier_figure, interval_arms
 from eepo.reports.plan_figures import draw_frontier, length_measures
-from eepo.reports.steps_to_reward import regime_number
+from eepo.reports.steps_to_reward import regime_number, steps_by_method_figure
 from eepo.types import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -217,6 +217,42 @@ def test_values_are_labelled_once_and_at_the_ends_of_coloured_lines() -> None:
         assert [text.get_text() for text in figure.axes[0].texts] == labels
 
 
+def test_many_methods_have_numbers_and_points_that_touch_share_a_text() -> None:
+    apart = {f"method {n}": [(n / 20, n / 20)] for n in range(1, 18)}
+    together = {"near 1": [(0.001, 0.5)], "near 2": [(0.002, 0.5)]}
+    figure = frontier_figure([FrontierPanel("dense", {}, together | apart)], "pass@32")
+    assert figure is not None
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels[:3] == ["1 near 1", "2 near 2", "3 method 1"]
+    texts = [text.get_text() for text in figure.axes[0].texts]
+    assert texts == ["1, 2", *map(str, range(3, 20))]
+    few = frontier_figure([FrontierPanel("dense", {}, together)], "pass@32")
+    assert few is not None
+    assert not few.axes[0].texts
+
+
+def test_intervals_end_where_shares_end() -> None:
+    (low,), (high,) = interval_arms([0.9, 1.0])
+    assert (low, high) == (pytest.approx(0.635, abs=1e-3), pytest.approx(0.05))
+    assert interval_arms([0.1, 0.0])[0] == [pytest.approx(0.05)]
+
+
+def test_steps_of_every_run_are_drawn_and_failures_are_apart() -> None:
+    def line(method: str, steps: int | None) -> dict[str, Any]:
+        return {"method": method, "steps_to_90": steps, "num_steps": 100}
+
+    slow = [line("slow", 80), line("slow", None), line("slow", None)]
+    figure = steps_by_method_figure([*slow, line("fast", 20), line("fast", 30)])
+    axes = figure.axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["fast", "slow"]
+    drawn = {each.get_marker(): [] for each in axes.lines}
+    for each in axes.lines:
+        drawn[each.get_marker()] += [*zip(each.get_xdata(), each.get_ydata(), strict=True)]
+    assert drawn["o"] == [(20, 0), (30, 0), (80, 1)]
+    assert drawn["|"] == [(25, 0)], "the median of slow is a failure"
+    assert [(x > 100, row) for x, row in drawn["x"]] == [(True, 1), (True, 1)]
+
+
 def test_an_unknown_figure_is_an_error(plans: SimpleNamespace, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--figure pie must be one of exploration, pass_at_k"):
         write_plan_figures(plans.tuned(tmp_path), Selection(), ["pie"], tmp_path)
@@ -260,14 +296,16 @@ def test_the_commands_print_tables_and_status_and_write_figures(
 # --- the results in docs/
 
 
-@pytest.mark.parametrize("name", ["countdown", "shortcut", "smollm2"])
+@pytest.mark.parametrize("name", ["countdown", "methods", "shortcut", "smollm2"])
 def test_the_tables_in_the_docs_are_those_of_the_recorded_lines(name: str) -> None:
     experiment = Experiment(read_plan(ROOT / "studies" / f"{name}.toml"), RESULTS / name)
     text = (RESULTS / f"{name}_tables.md").read_text()
     assert text[text.index("### ") :] == tables(experiment)
 
 
-FIGURE_STUDIES = ("countdown", "smollm2", "smollm2_shortcut", "smollm2_two_dtypes", "shortcut")
+FIGURE_STUDIES = (
+    "countdown", "methods", "smollm2", "smollm2_shortcut", "smollm2_two_dtypes", "shortcut",
+)  # fmt: skip
 
 
 @pytest.mark.slow

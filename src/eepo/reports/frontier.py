@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -36,37 +37,47 @@ class FrontierPanel:
 def frontier_figure(panels: Sequence[FrontierPanel], measure: str) -> Figure | None:
     """Draw a panel per evaluation set.
 
-    Lines are grey if there are points to compare with them, and coloured otherwise.
+    Lines are grey if there are points to compare with them, and coloured otherwise. If there are
+    more methods than styles, points have numbers.
     """
+    points = list(dict.fromkeys(method for panel in panels for method in panel.points))
+    numbered = len({*method_styles(points).values()}) < len(points)
+    numbers = {method: f"{number}" for number, method in enumerate(points, 1) if numbered}
 
     @styled
     def draw(_: Sequence[Any]) -> Figure:
         figure, all_axes = new_panels(len(panels), height=2.6, width=WIDTH)
         for axes, panel in zip(all_axes, panels, strict=True):
-            _draw_panel(axes, panel)
+            _draw_panel(axes, panel, method_styles(points))
+            _write_numbers(axes, panel.points, numbers)
             axes.set(title=display_name(panel.eval_set), xlabel="mean", ylabel=measure)
             # Fewer ticks: numbers are long where methods hardly differ.
             axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
-        points = dict.fromkeys(method for panel in panels for method in panel.points)
         lines = {
             method: _line_style(index, _line_colour(panel, method), method)
             for panel in panels
             for index, method in enumerate(panel.lines)
         }
-        add_legend(figure, [*method_handles(points, markers=True), *lines.values()])
+        handles = method_handles(points, markers=True)
+        for method, handle in zip(points, handles, strict=True):
+            handle.set_label(f"{numbers.get(method, '')} {handle.get_label()}".strip())
+        add_legend(figure, [*handles, *lines.values()])
         return figure
 
     return draw([]) if panels else None
 
 
 def interval_arms(values: Sequence[float]) -> list[list[float]]:
-    """Return the lengths of the 95 % interval below and above the mean, for error bars."""
+    """Return the lengths of the 95 % interval of shares below and above the mean.
+
+    An interval of few seeds may leave the range of a share, which is 0 to 1. It is cut there.
+    """
     low, high = seed_interval(values) or (values[0], values[0])
     mean = statistics.mean(values)
-    return [[max(0.0, mean - low)], [max(0.0, high - mean)]]
+    return [[max(0.0, mean - max(low, 0.0))], [max(0.0, min(high, 1.0) - mean)]]
 
 
-def _draw_panel(axes: Axes, panel: FrontierPanel) -> None:
+def _draw_panel(axes: Axes, panel: FrontierPanel, styles: Mapping[str, tuple[str, str]]) -> None:
     first_line = next(iter(panel.lines.values()), {})
     for index, (method, values) in enumerate(panel.lines.items()):
         colour = _line_colour(panel, method)
@@ -77,12 +88,10 @@ def _draw_panel(axes: Axes, panel: FrontierPanel) -> None:
         axes.autoscale_view()
         labelled = _labelled_values(values, first_line, all_lines_grey=bool(panel.points))
         _label_values(axes, labelled, DARK_GREY if panel.points else colour)
-    _draw_points(axes, panel.points)
+    _draw_points(axes, panel.points, styles)
 
 
-def _draw_points(axes: Axes, points: Seeds) -> None:
-    styles = method_styles(points)
-    styles_repeat = len({*styles.values()}) < len(points)
+def _draw_points(axes: Axes, points: Seeds, styles: Mapping[str, tuple[str, str]]) -> None:
     for method, seeds in points.items():
         colour, marker = styles[method]
         x, y = _mean_point(seeds)
@@ -92,8 +101,28 @@ def _draw_points(axes: Axes, points: Seeds) -> None:
             yerr=interval_arms([pass_k for _, pass_k in seeds]),
             marker=marker, markersize=3.5, linewidth=0.5, linestyle="none",
         )  # fmt: skip
-        if styles_repeat:
-            axes.annotate(method, (x, y), fontsize=4, xytext=(3, -3), textcoords="offset points")
+
+
+def _write_numbers(axes: Axes, points: Seeds, numbers: Mapping[str, str]) -> None:
+    """Write the number of each method beside its point, and one text beside points that touch."""
+    near = (0.03 * np.ptp(axes.get_xlim()), 0.05 * np.ptp(axes.get_ylim()))
+    texts: dict[tuple[float, float], list[str]] = {}
+    for method, number in numbers.items():
+        if method in points:
+            place = _mean_point(points[method])
+            first = next((other for other in texts if _close(place, other, near)), place)
+            texts.setdefault(first, []).append(number)
+    middle = statistics.mean(axes.get_xlim())
+    for place, together in texts.items():
+        side, shift = ("left", 3) if place[0] < middle else ("right", -3)  # towards the middle
+        axes.annotate(
+            ", ".join(together), place, fontsize=5, ha=side,
+            xytext=(shift, -7), textcoords="offset points",
+        )  # fmt: skip
+
+
+def _close(one: tuple[float, float], other: tuple[float, float], near: tuple[Any, Any]) -> bool:
+    return all(abs(a - b) < limit for a, b, limit in zip(one, other, near, strict=True))
 
 
 def _line_colour(panel: FrontierPanel, method: str) -> str:

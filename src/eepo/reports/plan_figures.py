@@ -14,7 +14,7 @@ from eepo.reports.frontier import FrontierPanel, Seeds, frontier_figure, interva
 from eepo.reports.palette import method_styles
 from eepo.reports.panels import WIDTH, add_legend, label_steps, method_handles, new_panels, styled
 from eepo.reports.run_lines import Line, as_run, final_value, line_sets
-from eepo.reports.steps_to_reward import steps_to_reward_figure
+from eepo.reports.steps_to_reward import steps_by_method_figure, steps_to_reward_figure
 from eepo.reports.strategies import strategies_figure
 from eepo.reports.tables import display_name
 from eepo.types import UserError
@@ -96,6 +96,12 @@ def draw_steps_to_reward(data: FigureData) -> Figure | None:
     lines = [line for line in data.points() if "steps_to_90" in line]
     labelled = [line | {"method": data.label(line)} for line in lines]
     return steps_to_reward_figure(labelled, data.labels) if lines else None
+
+
+def draw_steps_by_method(data: FigureData) -> Figure | None:
+    lines = [line | {"method": data.label(line)} for line in data.points()]
+    reached = any(line.get("steps_to_90") for line in lines)
+    return steps_by_method_figure(lines) if reached else None
 
 
 def draw_lengths(data: FigureData) -> Figure | None:
@@ -227,6 +233,7 @@ REGIME_FIGURES: dict[str, Callable[[FigureData], Figure | None]] = {
     "temperatures": draw_temperatures,
     "lengths": draw_lengths,
     "strategies": draw_strategies,
+    "steps_by_method": draw_steps_by_method,
 }
 PLAN_FIGURES: dict[str, Callable[[FigureData], Figure | None]] = {
     "steps_to_reward": draw_steps_to_reward,

@@ -1,4 +1,4 @@
-"""Draws the steps until a run earns 90 % reward, against the number in the name of its regime."""
+"""Draws the steps until a run earns 90 % reward: by method, or against the number of its regime."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from eepo.reports.palette import method_styles
-from eepo.reports.panels import add_legend, method_handles, new_panels, styled
+from eepo.reports.panels import (
+    add_legend,
+    bar_panel_height,
+    label_bars,
+    method_handles,
+    new_panels,
+    styled,
+)
 from eepo.reports.run_lines import Line
 from eepo.types import UserError
 
@@ -46,6 +53,42 @@ def steps_to_reward_figure(lines: Sequence[Line], labels: Mapping[str, str]) -> 
         axes.set_xlabel(labels.get(name, name))
         axes.set_title(f"steps to 90 % reward (above the dotted line: not within {limit} steps)")
         add_legend(figure, method_handles(methods, markers=True))
+        return figure
+
+    figure = draw([])
+    assert figure is not None
+    return figure
+
+
+def steps_by_method_figure(lines: Sequence[Line]) -> Figure:
+    """Draw a row per method, the fastest on top: every seed, and a bar at the median.
+
+    Runs that never get there are crosses on the right.
+    """
+    seeds: dict[str, list[float]] = {}
+    limit = max(line["num_steps"] for line in lines)
+    failed = 1.08 * limit
+    for line in lines:
+        seeds.setdefault(line["method"], []).append(line["steps_to_90"] or failed)
+    methods = sorted(seeds, key=lambda method: statistics.mean(seeds[method]))
+
+    @styled
+    def draw(_: Sequence[Any]) -> Figure:
+        figure, (axes,) = new_panels(1, height=bar_panel_height(len(methods)))
+        for row, method in enumerate(methods):
+            colour, _marker = method_styles(methods)[method]
+            steps = sorted(seeds[method])
+            lost = steps.count(failed)
+            reached = steps[: len(steps) - lost]
+            axes.plot(reached, [row] * len(reached), "o", color=colour, markersize=4, alpha=0.6)
+            crosses = [failed + 0.02 * limit * index for index in range(lost)]
+            axes.plot(crosses, [row] * lost, "x", color=colour, markersize=4)
+            if lost < len(steps) / 2:
+                axes.plot([statistics.median(steps)], [row], "|", color=colour, markersize=11)
+        axes.axvline(1.04 * limit, color="#888888", linewidth=0.6, linestyle="dotted")
+        axes.set_xlim(left=0)
+        label_bars(axes, methods)
+        axes.set_title(f"steps to 90 % reward (crosses: not within {limit} steps)")
         return figure
 
     figure = draw([])
