@@ -21,7 +21,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -103,8 +103,8 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.sums: Counter[str] = Counter()
-        self.marks: list[Counter[str]] = []
+        self.sums: defaultdict[str, float] = defaultdict(float)
+        self.marks: list[dict[str, float]] = []
 
     def _now(self) -> float:
         shapes.synchronize(self.device)
@@ -123,11 +123,14 @@ class Clock:
         setattr(owner, method, timed)
 
     def mark(self) -> None:
-        self.marks.append(self.sums | Counter({"seconds/total": self._now()}))
+        self.marks.append({**self.sums, "seconds/total": self._now()})
 
     def differences(self, every: int) -> list[dict[str, float]]:
-        pairs = itertools.pairwise(self.marks[::every])
-        return [{name: after[name] - before[name] for name in after} for before, after in pairs]
+        """Return what was added to each sum between every so many marks."""
+        return [
+            {name: total - before.get(name, 0.0) for name, total in after.items()}
+            for before, after in itertools.pairwise(self.marks[::every])
+        ]
 
 
 def trl(

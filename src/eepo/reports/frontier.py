@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -105,23 +104,24 @@ def _draw_points(axes: Axes, points: Seeds, styles: Mapping[str, tuple[str, str]
 
 def _write_numbers(axes: Axes, points: Seeds, numbers: Mapping[str, str]) -> None:
     """Write the number of each method beside its point, and one text beside points that touch."""
-    near = (0.03 * np.ptp(axes.get_xlim()), 0.05 * np.ptp(axes.get_ylim()))
+    (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
+    near = (0.03 * (right - left), 0.05 * (top - bottom))
     texts: dict[tuple[float, float], list[str]] = {}
     for method, number in numbers.items():
         if method in points:
             place = _mean_point(points[method])
             first = next((other for other in texts if _close(place, other, near)), place)
             texts.setdefault(first, []).append(number)
-    middle = statistics.mean(axes.get_xlim())
     for place, together in texts.items():
-        side, shift = ("left", 3) if place[0] < middle else ("right", -3)  # towards the middle
+        # The text points towards the middle, so that it stays inside.
+        side, shift = ("left", 3) if place[0] < (left + right) / 2 else ("right", -3)
         axes.annotate(
             ", ".join(together), place, fontsize=5, ha=side,
             xytext=(shift, -7), textcoords="offset points",
         )  # fmt: skip
 
 
-def _close(one: tuple[float, float], other: tuple[float, float], near: tuple[Any, Any]) -> bool:
+def _close(one: tuple[float, float], other: tuple[float, float], near: tuple[float, float]) -> bool:
     return all(abs(a - b) < limit for a, b, limit in zip(one, other, near, strict=True))
 
 

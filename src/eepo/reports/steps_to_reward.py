@@ -65,26 +65,18 @@ def steps_by_method_figure(lines: Sequence[Line]) -> Figure:
 
     Runs that never get there are crosses on the right.
     """
-    seeds: dict[str, list[float]] = {}
     limit = max(line["num_steps"] for line in lines)
-    failed = 1.08 * limit
+    failed = 1.08 * limit  # where the crosses begin
+    steps: dict[str, list[float]] = {}
     for line in lines:
-        seeds.setdefault(line["method"], []).append(line["steps_to_90"] or failed)
-    methods = sorted(seeds, key=lambda method: statistics.mean(seeds[method]))
+        steps.setdefault(line["method"], []).append(line.get("steps_to_90") or failed)
+    methods = sorted(steps, key=lambda method: statistics.mean(steps[method]))
 
     @styled
     def draw(_: Sequence[Any]) -> Figure:
         figure, (axes,) = new_panels(1, height=bar_panel_height(len(methods)))
         for row, method in enumerate(methods):
-            colour, _marker = method_styles(methods)[method]
-            steps = sorted(seeds[method])
-            lost = steps.count(failed)
-            reached = steps[: len(steps) - lost]
-            axes.plot(reached, [row] * len(reached), "o", color=colour, markersize=4, alpha=0.6)
-            crosses = [failed + 0.02 * limit * index for index in range(lost)]
-            axes.plot(crosses, [row] * lost, "x", color=colour, markersize=4)
-            if lost < len(steps) / 2:
-                axes.plot([statistics.median(steps)], [row], "|", color=colour, markersize=11)
+            _draw_row(axes, row, steps[method], failed, method_styles(methods)[method][0])
         axes.axvline(1.04 * limit, color="#888888", linewidth=0.6, linestyle="dotted")
         axes.set_xlim(left=0)
         label_bars(axes, methods)
@@ -94,6 +86,15 @@ def steps_by_method_figure(lines: Sequence[Line]) -> Figure:
     figure = draw([])
     assert figure is not None
     return figure
+
+
+def _draw_row(axes: Axes, row: int, steps: list[float], failed: float, colour: str) -> None:
+    reached = [step for step in steps if step < failed]
+    crosses = [failed * (1 + 0.02 * index) for index in range(len(steps) - len(reached))]
+    axes.plot(reached, [row] * len(reached), "o", color=colour, markersize=4, alpha=0.6)
+    axes.plot(crosses, [row] * len(crosses), "x", color=colour, markersize=4)
+    if len(reached) > len(crosses):
+        axes.plot([statistics.median(steps)], [row], "|", color=colour, markersize=11)
 
 
 def regime_number(regime: str) -> float:
