@@ -129,7 +129,7 @@ def test_an_allocation_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -
     def fail(*_: object, **__: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(step_backup, "_host_copies", fail)
+    monkeypatch.setattr(StepBackup, "_new_buffer", fail)
     update(weights, optimizer)
     backup.take()  # now with moments
     assert "could not be allocated" in notes[0]

@@ -10,14 +10,14 @@ queued at once, the work of sampling would wait behind them.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
 
 from eepo.model.memory import HOST_COPY_SHARE, format_bytes, free_memory
+from eepo.model.pinned import PinnedMemory
 from eepo.runs.memory_errors import is_out_of_memory
 
 ALIGNMENT = 64  # bytes
@@ -39,6 +39,7 @@ class StepBackup:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="step backup")
         self._copying: Future[None] | None = None
         self._copies: dict[Key, Tensor] = {}
+        self._pinned: list[PinnedMemory] = []  # what the copies are slices of
         optimizer.register_step_pre_hook(lambda *_: self._before_update())
 
     def take(self) -> None:
@@ -95,15 +96,22 @@ class StepBackup:
             self._give_up(f"it needs {format_bytes(size)}, {format_bytes(free)} are free")
             return
         try:
-            self._copies |= _host_copies(missing, pinned=self._stream is not None)
+            self._copies |= _slices(self._new_buffer(_padded_size(missing.values())), missing)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             self._give_up(f"{format_bytes(size)} could not be allocated")
 
+    def _new_buffer(self, size: int) -> Tensor:
+        if self._stream is None:
+            return torch.empty(size, dtype=torch.uint8)
+        self._pinned.append(PinnedMemory(size))
+        return self._pinned[-1].bytes
+
     def _give_up(self, reason: str) -> None:
         self.enabled = False
         self._copies.clear()
+        self._pinned.clear()
         self.note(
             f"note: no copy of weights and optimizer in host memory ({reason}); if memory runs out "
             "in an update, the run continues from its last checkpoint"
@@ -121,20 +129,18 @@ class StepBackup:
                         queued = 0
 
 
-def _host_copies(tensors: dict[Key, Tensor], pinned: bool) -> dict[Key, Tensor]:
-    """Return an uninitialised tensor in host memory for each tensor.
-
-    All are slices of one buffer: torch rounds the size of every pinned allocation up to a power of
-    two.
-    """
-    ends = list(itertools.accumulate(_padded(tensor.nbytes) for tensor in tensors.values()))
-    buffer = torch.empty(ends[-1] if ends else 0, dtype=torch.uint8, pin_memory=pinned)
-    copies = {}
-    for (key, tensor), end in zip(tensors.items(), ends, strict=True):
-        start = end - _padded(tensor.nbytes)
+def _slices(buffer: Tensor, tensors: dict[Key, Tensor]) -> dict[Key, Tensor]:
+    """Return a slice of `buffer` with the dtype and shape of each tensor."""
+    copies, start = {}, 0
+    for key, tensor in tensors.items():
         flat = buffer[start : start + tensor.nbytes].view(tensor.dtype)
         copies[key] = flat.view(tensor.shape)
+        start += _padded(tensor.nbytes)
     return copies
+
+
+def _padded_size(tensors: Iterable[Tensor]) -> int:
+    return sum(_padded(tensor.nbytes) for tensor in tensors)
 
 
 def _parts(tensor: Tensor) -> Sequence[Tensor]:
