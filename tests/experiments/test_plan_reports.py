@@ -217,16 +217,18 @@ def test_values_are_labelled_once_and_at_the_ends_of_coloured_lines() -> None:
         assert [text.get_text() for text in figure.axes[0].texts] == labels
 
 
-def test_many_methods_have_numbers_and_points_that_touch_share_a_text() -> None:
-    apart = {f"method {n}": [(n / 20, n / 20)] for n in range(1, 18)}
-    together = {"near 1": [(0.001, 0.5)], "near 2": [(0.002, 0.5)]}
-    figure = frontier_figure([FrontierPanel("dense", {}, together | apart)], "pass@32")
+def test_many_methods_have_numbers_and_the_first_lies_on_top() -> None:
+    methods = {f"method {n}": [(n / 20, n / 20)] for n in range(1, 20)}
+    figure = frontier_figure([FrontierPanel("dense", {}, methods)], "pass@32")
     assert figure is not None
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert labels[:3] == ["1 near 1", "2 near 2", "3 method 1"]
-    texts = [text.get_text() for text in figure.axes[0].texts]
-    assert texts == ["1, 2", *map(str, range(3, 20))]
-    few = frontier_figure([FrontierPanel("dense", {}, together)], "pass@32")
+    assert labels[:2] == ["1 method 1", "2 method 2"]
+    texts = figure.axes[0].texts
+    assert [text.get_text() for text in texts] == [*map(str, range(1, 20))]
+    assert [text.get_position() for text in texts][:2] == [(0.05, 0.05), (0.1, 0.1)]
+    heights = [text.get_zorder() for text in texts]
+    assert heights == sorted(heights, reverse=True)
+    few = frontier_figure([FrontierPanel("dense", {}, dict([*methods.items()][:2]))], "pass@32")
     assert few is not None
     assert not few.axes[0].texts
 

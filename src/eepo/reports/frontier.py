@@ -37,7 +37,7 @@ def frontier_figure(panels: Sequence[FrontierPanel], measure: str) -> Figure | N
     """Draw a panel per evaluation set.
 
     Lines are grey if there are points to compare with them, and coloured otherwise. If there are
-    more methods than styles, points have numbers.
+    more methods than styles, points are discs with the number of their method.
     """
     points = list(dict.fromkeys(method for panel in panels for method in panel.points))
     numbered = len({*method_styles(points).values()}) < len(points)
@@ -47,8 +47,7 @@ def frontier_figure(panels: Sequence[FrontierPanel], measure: str) -> Figure | N
     def draw(_: Sequence[Any]) -> Figure:
         figure, all_axes = new_panels(len(panels), height=2.6, width=WIDTH)
         for axes, panel in zip(all_axes, panels, strict=True):
-            _draw_panel(axes, panel, method_styles(points))
-            _write_numbers(axes, panel.points, numbers)
+            _draw_panel(axes, panel, method_styles(points), numbers)
             axes.set(title=display_name(panel.eval_set), xlabel="mean", ylabel=measure)
             # Fewer ticks: numbers are long where methods hardly differ.
             axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
@@ -59,7 +58,9 @@ def frontier_figure(panels: Sequence[FrontierPanel], measure: str) -> Figure | N
         }
         handles = method_handles(points, markers=True)
         for method, handle in zip(points, handles, strict=True):
-            handle.set_label(f"{numbers.get(method, '')} {handle.get_label()}".strip())
+            if method in numbers:
+                handle.set_label(f"{numbers[method]} {handle.get_label()}")
+                handle.set_marker("o")
         add_legend(figure, [*handles, *lines.values()])
         return figure
 
@@ -76,7 +77,12 @@ def interval_arms(values: Sequence[float]) -> list[list[float]]:
     return [[max(0.0, mean - max(low, 0.0))], [max(0.0, min(high, 1.0) - mean)]]
 
 
-def _draw_panel(axes: Axes, panel: FrontierPanel, styles: Mapping[str, tuple[str, str]]) -> None:
+def _draw_panel(
+    axes: Axes,
+    panel: FrontierPanel,
+    styles: Mapping[str, tuple[str, str]],
+    numbers: Mapping[str, str],
+) -> None:
     first_line = next(iter(panel.lines.values()), {})
     for index, (method, values) in enumerate(panel.lines.items()):
         colour = _line_colour(panel, method)
@@ -87,42 +93,35 @@ def _draw_panel(axes: Axes, panel: FrontierPanel, styles: Mapping[str, tuple[str
         axes.autoscale_view()
         labelled = _labelled_values(values, first_line, all_lines_grey=bool(panel.points))
         _label_values(axes, labelled, DARK_GREY if panel.points else colour)
-    _draw_points(axes, panel.points, styles)
-
-
-def _draw_points(axes: Axes, points: Seeds, styles: Mapping[str, tuple[str, str]]) -> None:
-    for method, seeds in points.items():
+    for place, (method, seeds) in enumerate(panel.points.items()):
         colour, marker = styles[method]
-        x, y = _mean_point(seeds)
-        axes.errorbar(
-            x, y, color=colour,
-            xerr=interval_arms([mean for mean, _ in seeds]),
-            yerr=interval_arms([pass_k for _, pass_k in seeds]),
-            marker=marker, markersize=3.5, linewidth=0.5, linestyle="none",
-        )  # fmt: skip
+        _draw_intervals(axes, seeds, colour)
+        if method in numbers:  # the first method, which is usually the baseline, lies on top
+            _draw_disc(axes, _mean_point(seeds), numbers[method], colour, 4 - place / 100)
+        else:
+            axes.plot(*_mean_point(seeds), color=colour, marker=marker, markersize=3.5)
 
 
-def _write_numbers(axes: Axes, points: Seeds, numbers: Mapping[str, str]) -> None:
-    """Write the number of each method beside its point, and one text beside points that touch."""
-    (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
-    near = (0.03 * (right - left), 0.05 * (top - bottom))
-    texts: dict[tuple[float, float], list[str]] = {}
-    for method, number in numbers.items():
-        if method in points:
-            place = _mean_point(points[method])
-            first = next((other for other in texts if _close(place, other, near)), place)
-            texts.setdefault(first, []).append(number)
-    for place, together in texts.items():
-        # The text points towards the middle, so that it stays inside.
-        side, shift = ("left", 3) if place[0] < (left + right) / 2 else ("right", -3)
-        axes.annotate(
-            ", ".join(together), place, fontsize=5, ha=side,
-            xytext=(shift, -7), textcoords="offset points",
-        )  # fmt: skip
+def _draw_intervals(axes: Axes, seeds: Sequence[tuple[float, float]], colour: str) -> None:
+    x, y = _mean_point(seeds)
+    axes.errorbar(
+        x, y, color=colour, linewidth=0.5, linestyle="none",
+        xerr=interval_arms([mean for mean, _ in seeds]),
+        yerr=interval_arms([pass_k for _, pass_k in seeds]),
+    )  # fmt: skip
 
 
-def _close(one: tuple[float, float], other: tuple[float, float], near: tuple[float, float]) -> bool:
-    return all(abs(a - b) < limit for a, b, limit in zip(one, other, near, strict=True))
+def _draw_disc(
+    axes: Axes, place: tuple[float, float], number: str, colour: str, zorder: float
+) -> None:
+    axes.plot(
+        *place, color=colour, marker="o", markersize=7, zorder=zorder,
+        markeredgecolor="white", markeredgewidth=0.4,
+    )  # fmt: skip
+    axes.annotate(
+        number, place, fontsize=4.5, color="white", weight="bold", zorder=zorder,
+        ha="center", va="center_baseline",
+    )  # fmt: skip
 
 
 def _line_colour(panel: FrontierPanel, method: str) -> str:
