@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from eepo.reports.paired_tables import TableRow, regime_tables
-from eepo.reports.speed_table import NEVER, seconds_to_reward, speed_cells
+from eepo.reports.speed_table import NEVER, half_of, seconds_until, speed_cells
 
 
 def line(seed: int, steps: int | None, **more: Any) -> dict[str, Any]:
@@ -15,9 +15,9 @@ def line(seed: int, steps: int | None, **more: Any) -> dict[str, Any]:
 
 
 def test_seconds_count_only_the_steps_until_the_reward() -> None:
-    assert seconds_to_reward(line(0, 8)) == 4 + 8
-    assert seconds_to_reward(line(0, 5)) == 4 + 2
-    assert seconds_to_reward(line(0, 3)) == 3
+    assert seconds_until(line(0, None), 8) == 4 + 8
+    assert seconds_until(line(0, None), 5) == 4 + 2
+    assert seconds_until(line(0, None), 3) == 3
 
 
 def test_the_row_shows_every_seed_in_order_and_the_median_run() -> None:
@@ -41,3 +41,15 @@ def test_the_table_is_shown_only_if_a_run_reached_the_reward() -> None:
 
     assert titles(None, None) == ["### r, training"]
     assert titles(None, 8) == ["### r, training", "### r, steps to 90 % reward"]
+
+
+def test_with_a_label_a_table_says_when_half_of_the_completions_have_it() -> None:
+    found = [{"reason": {"step": step}, "guess": {"step": 1}} for step in (8, None, 3)]
+    lines = [line(seed, None, steps_to_half=each) for seed, each in enumerate(found)]
+    cells = ["m", "2 of 3", f"8, {NEVER}, 3", "8", "", "12"]
+    assert speed_cells("m", lines, half_of("reason")) == cells
+    row = TableRow("m", lines)
+    (_, table) = regime_tables("r", [row], [row], "reason")
+    assert table.startswith("### r, steps until half of the completions are: reason\n")
+    assert table.endswith(f"| {' | '.join(cells)} |")
+    assert len(regime_tables("r", [row], [row], "other")) == len(regime_tables("r", [row], [row]))

@@ -131,6 +131,7 @@ class TableEntry:
     selection: Selection
     against: str = ""  # METHOD, or "METHOD VALUE": what differences are to
     heading: str = ""
+    label: str = ""  # of the grader: show when half of the completions have it
 
 
 @dataclass(frozen=True)

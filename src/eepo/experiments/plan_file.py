@@ -260,9 +260,9 @@ def _table_entry(
     regimes: Mapping[str, Table],
     phases: Mapping[str, Phase],
 ) -> TableEntry:
-    table.allow("heading", "phases", "regimes", "methods", "against")
+    table.allow("heading", "phases", "regimes", "methods", "against", "label")
     selection = _selection(table, methods, regimes, phases)
-    return TableEntry(selection, table.text("against"), table.text("heading"))
+    return TableEntry(selection, table.text("against"), table.text("heading"), table.text("label"))
 
 
 def _figure_entry(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from eepo.evaluation.estimates import seed_interval
 from eepo.reports.measures import shown_measures
 from eepo.reports.run_lines import Line, as_run, find_final_value, line_sets
-from eepo.reports.speed_table import HEAD, reaches_reward, speed_cells
+from eepo.reports.speed_table import HEAD, Goal, half_of, reward_of_90, speed_cells
 from eepo.reports.tables import display_name
 
 SECONDS = "seconds"
@@ -38,10 +38,13 @@ class TableRow:
     compared_with: str = ""  # title of the row that differences are to; "": of the first row
 
 
-def regime_tables(regime: str, rows: Sequence[TableRow], others: Sequence[TableRow]) -> list[str]:
+def regime_tables(
+    regime: str, rows: Sequence[TableRow], others: Sequence[TableRow], label: str = ""
+) -> list[str]:
     """Return the tables of one regime: training, speed, and one for each evaluation set.
 
-    `others` are all rows that `rows` may be compared with. Its first row is the baseline.
+    `others` are all rows that `rows` may be compared with. Its first row is the baseline. With a
+    label of the grader, a table says when half of the completions have it.
     """
     every_line = [line for row in others for line in row.lines]
     prefix = f"{regime}, " if regime else ""
@@ -52,9 +55,13 @@ def regime_tables(regime: str, rows: Sequence[TableRow], others: Sequence[TableR
         heads = ["", "seeds", *(TRAINING_COLUMNS[name] for name in columns)]
         cells = [_training_cells(row, columns) for row in trained]
         tables.append(_table(f"{prefix}training", heads, cells))
-    if reaches_reward([line for row in trained for line in row.lines]):
-        cells = [speed_cells(row.title, row.lines) for row in trained]
-        tables.append(_table(f"{prefix}steps to 90 % reward", HEAD, cells))
+    goals: dict[str, Goal] = {"steps to 90 % reward": reward_of_90}
+    if label:
+        goals[f"steps until half of the completions are: {label}"] = half_of(label)
+    for title, goal in goals.items():
+        if any(goal(line) for row in trained for line in row.lines):
+            cells = [speed_cells(row.title, row.lines, goal) for row in trained]
+            tables.append(_table(f"{prefix}{title}", HEAD, cells))
     measures = _measures(every_line)
     by_title = {row.title: row.lines for row in others}
     for eval_set in line_sets(every_line):
