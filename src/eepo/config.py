@@ -238,7 +238,7 @@ class AlgorithmConfig:
     unlearn_lr: float | Literal["auto"] = knob(
         3e-3, "Learning rate of the unlearning step (η). auto: meet unlearn_kl_target.", least=0
     )
-    unlearn_kl_target: float = knob(1e-3, "KL(θ‖θ′) for unlearn_lr = auto, per token.", above=0)
+    unlearn_kl_target: float = knob(1e-2, "KL(θ‖θ′) for unlearn_lr = auto, per token.", above=0)
     unlearn_loss: Literal["comp", "nll"] = knob(
         "comp", "comp: complementary loss. nll: gradient ascent on the NLL (ablation)."
     )
