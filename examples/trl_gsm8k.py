@@ -1,6 +1,6 @@
 """Train a model of the hub on GSM8K with EEPO in TRL.
 
-    pip install 'eepo[trl]'
+    pip install 'eepo[trl] @ git+https://github.com/eepo/eepo'
     python examples/trl_gsm8k.py
     eepo report runs/trl_gsm8k --out report.html
 
@@ -47,12 +47,12 @@ args = EEPOConfig(
     gradient_accumulation_steps=4,
     num_generations=8,
     learning_rate=1e-6,
-    model_init_kwargs={"dtype": "float32"},  # bf16 weights would round the unlearning step away
-    bf16=torch.cuda.is_available(),  # computes in bf16
+    bf16=torch.cuda.is_available(),  # computes in bf16; TRL loads the weights in fp32
     credit="full",  # the options of EEPO (docs/trl.md)
     saturation="exact",
     gate="always",
     unlearn_kl_target=1e-2,
+    unlearn_max_completions=32,
     logging_steps=1,
     save_steps=0.25,  # four checkpoints; `eepo report` reads the log in the newest one
 )

@@ -34,7 +34,8 @@ MESSAGES = {
 }
 ADVICE = {
     "entropy_below": (
-        "the policy has collapsed: a larger entropy_coef, clip_high or unlearn_lr keeps exploring"
+        "the policy has collapsed: start again from an earlier checkpoint (model.path = its "
+        "folder) with a lower learning_rate or failure_weight"
     ),
     "entropy_above": (
         f"the completions are noise: {UNLEARN_LESS}; a smaller entropy_coef or learning_rate "

@@ -33,7 +33,10 @@ def knob(default: Any, help: str) -> Any:
 
 @dataclass
 class EEPOConfig(GRPOConfig):
-    """Adds EEPO's knobs to `GRPOConfig`, named as in a recipe's [algorithm], same defaults."""
+    """Adds EEPO's knobs to `GRPOConfig`, with the names and defaults of a recipe's [algorithm].
+
+    One default differs: `unlearn_kl_target` is None. A number means `unlearn_lr = "auto"`.
+    """
 
     gate: Literal["token", "step", "always", "never"] = knob(
         "token", "What opens unlearning: low entropy per token or per step, always or never."
