@@ -407,8 +407,8 @@ class AlarmConfig:
     mismatch_kl_above: float | Literal["off"] = knob(
         0.01, "KL between engine and policy, nats per token.", least=0
     )
-    rewarded_ratio_below: float | Literal["off"] = knob(
-        0.01, "Smallest token ratio of a later stage's successes: the update ignores them.", least=0
+    lost_share_above: float | Literal["off"] = knob(
+        0.1, "Share of a later stage's successes that the update ignores.", least=0, most=1
     )
     dead_stage_above: float | Literal["off"] = knob(
         0.05, "Reward of the best stage while another stage earns almost nothing.", least=0

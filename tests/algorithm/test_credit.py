@@ -6,13 +6,16 @@ import copy
 import itertools
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import eepo
 from eepo.algorithm import EEPO, StepMetrics, policy_loss
 from eepo.algorithm.credit import OldLogprobs, old_logprobs
+from eepo.algorithm.metrics import StageRatios
 from eepo.config import AlgorithmConfig
 from eepo.model.policy import Policy
 from eepo.rewards.countdown import CountdownReward
@@ -56,7 +59,7 @@ def test_full_credit_makes_the_ratio_of_stage_2_exactly_1(
     _, importance = train_step(build(credit="importance"), demo_prompts[:6])
     assert full["stage2/ratio_mean"] == full["stage2/ratio_max"] == 1.0
     assert full["stage2/rewarded_ratio_mean"] == full["stage2/rewarded_ratio_min"] == 1.0
-    assert full["stage2/clip_share"] == 0.0
+    assert full["stage2/clip_share"] == full["stage2/lost_share"] == 0.0
     assert importance["stage2/ratio_max"] > 1.01
     assert importance["stage2/rewarded_ratio_min"] < 0.9
     for name in ("stage1/ratio_mean", "stage1/reward", "stage2/reward", "unlearn/kl"):
@@ -165,3 +168,38 @@ def test_importance_credit_is_grpo_in_expectation_and_full_credit_is_not() -> No
         (1 - q) * advantage["common"] * -p + q * advantage["rare"] * (1 - p)
     )
     assert full > 30 * grpo
+
+
+def test_lost_share_counts_successes_with_a_tiny_token_ratio() -> None:
+    ratios = StageRatios()
+    ratio = torch.tensor([[1.0, 1e-3], [1.0, 0.5], [1e-5, 1.0], [1e-5, 1.0]])
+    positive = torch.tensor([[True], [True], [True], [False]])
+    in_stage = torch.tensor([[True, True], [True, True], [False, True], [True, True]])
+    ratios.add(ratio, torch.zeros_like(in_stage), positive, in_stage)
+    row = ratios.result()
+    assert row["lost_share"] == pytest.approx(1 / 3)  # of the three successes, only the first
+    assert row["rewarded_ratio_min"] == pytest.approx((1e-3 + 0.5 + 1.0) / 3)
+
+
+@pytest.mark.slow
+def test_importance_credit_loses_what_stage_2_discovers_and_an_alarm_says_so(
+    tmp_path: Path,
+) -> None:
+    """The policy of shortcut computes with probability 1e-5, and θ′ in a fifth of stage 2."""
+    shown = {}
+    for credit in ("importance", "full"):
+        options = {
+            "algorithm.credit": credit,
+            "algorithm.unlearn_on": "unrewarded",
+            "training.num_steps": 2,
+            "alarm.patience": 1,
+            "evaluation.every": 0,
+            "task.num_evaluation": 2,
+        }
+        run = eepo.train("shortcut/eepo", tmp_path / credit, set=options, quiet=True)
+        alarms = run.folder / "alarms.jsonl"
+        raised = alarms.read_text() if alarms.exists() else ""
+        shown[credit] = run.metrics[0]["stage2/lost_share"], "lost_share_above" in raised
+    assert shown["importance"][0] > 0.3
+    assert shown["importance"][1]
+    assert shown["full"] == (0.0, False)

@@ -69,6 +69,7 @@ def test_a_healthy_run_has_no_alarms() -> None:
         ({"stage2__reward": 0.0}, "dead_stage_above", 0.5, 2, True),
         ({"stage2__reward": 0.024}, "dead_stage_above", 0.5, 2, True),
         ({"stage1__reward": 0.0}, "dead_stage_above", 0.4, 1, False),
+        ({"stage2__lost_share": 0.4}, "lost_share_above", 0.4, 2, False),
     ],
 )
 def test_a_bound_violated_for_patience_steps_in_a_row_is_an_alarm(
@@ -99,6 +100,8 @@ def test_a_bound_violated_for_patience_steps_in_a_row_is_an_alarm(
         {"stage1__reward": 0.049, "stage2__reward": 0.0},
         {"stage1__reward": 0.5, "stage2__reward": 0.026},
         {"stage1__entropy": float("nan")},
+        {"stage2__lost_share": 0.1},
+        {"stage1__lost_share": 0.9},  # θ sampled it: only later updates of the step can lower it
     ],
 )
 def test_values_on_or_inside_a_bound_are_no_alarm(values: dict[str, float]) -> None:

@@ -16,6 +16,8 @@ from eepo.config import AlgorithmConfig
 from eepo.model.batching import MicroBatch
 from eepo.types import Rollout, mean_entropy
 
+LOST_RATIO = 1e-2  # a completion with a smaller token ratio hardly counts in the update
+
 
 class StepMetrics:
     """Metrics of one step. All values but times and memory are repeatable."""
@@ -178,13 +180,14 @@ class StageRatios:
 
     The ratios of completions with a positive advantage tell how much of what the stage found
     reaches the update. The smallest token ratio matters most: at the token that θ would not have
-    sampled.
+    sampled. If it is below `LOST_RATIO`, the completion hardly counts. A mean would hide this when
+    stage 2 also finds completions that θ samples often.
     """
 
     def __init__(self) -> None:
         self._sum = self._count = self._clipped = self._max = torch.zeros(())
         self._positive_sum = self._positive_count = torch.zeros(())  # tokens
-        self._smallest_sum = self._num_positive = torch.zeros(())  # completions
+        self._smallest_sum = self._num_lost = self._num_positive = torch.zeros(())  # completions
 
     def add(self, ratio: Tensor, clipped: Tensor, positive: Tensor, in_stage: Tensor) -> None:
         """Add a micro-batch: [B, T] each, but `positive` is [B, 1]."""
@@ -199,6 +202,7 @@ class StageRatios:
         smallest = torch.where(rewarded, ratio, torch.inf).amin(1)
         has_tokens = rewarded.any(1)
         self._smallest_sum = self._smallest_sum + torch.where(has_tokens, smallest, 0.0).sum()
+        self._num_lost = self._num_lost + (smallest < LOST_RATIO).sum()
         self._num_positive = self._num_positive + has_tokens.sum()
 
     def result(self) -> dict[str, float]:
@@ -211,6 +215,7 @@ class StageRatios:
         if int(self._num_positive):
             row["rewarded_ratio_mean"] = float(self._positive_sum) / float(self._positive_count)
             row["rewarded_ratio_min"] = float(self._smallest_sum) / float(self._num_positive)
+            row["lost_share"] = float(self._num_lost) / float(self._num_positive)
         return row
 
 

@@ -23,7 +23,7 @@ from eepo.types import UserError
 KEPT_METRICS = re.compile(
     r"entropy|reward|gate_share|missed_share|second_half_recovery|mismatch_kl"
     r"|unlearn/(kl|lr)|seconds/total|memory/(peak|held)"
-    r"|stage[12]/(entropy|reward|length|clip_share|label/.+)|stage2/rewarded_ratio_min"
+    r"|stage[12]/(entropy|reward|length|clip_share|label/.+)|stage2/(rewarded_ratio_min|lost_share)"
 )
 LINE_KEYS = ("regime", "method", "value", "seed", "seconds", "evaluations", "metrics", "knobs")
 MAX_ROWS = 30  # of metrics

@@ -97,7 +97,9 @@ FIGURES = (
         "Unlearning",
         "The share of stage-1 tokens that the gate selected, how far the unlearning step moved the "
         "rollout weights θ′ from the policy θ, and the share of tokens clipped in the update. If "
-        "the KL or the share of changed weights is near 0, unlearning had no effect.",
+        "the KL or the share of changed weights is near 0, unlearning had no effect. "
+        "Successes of stage 2 are lost if their smallest token ratio is below 0.01: θ almost never "
+        "samples them, so they hardly count in the update. Full credit counts them.",
         unlearning_figure,
         (describe_clipping, describe_single_steps, describe_smoothing, describe_bands),
     ),

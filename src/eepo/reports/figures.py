@@ -39,6 +39,8 @@ from eepo.reports.panels import (
 from eepo.reports.records import Row, Run, by_method, evaluation_sets
 from eepo.reports.tables import display_name
 
+LOST = "stage2/lost_share"
+
 
 @styled
 def exploration_figure(runs: Sequence[Run]) -> Figure | None:
@@ -114,7 +116,7 @@ def cost_figure(runs: Sequence[Run]) -> Figure | None:
 
 @styled
 def unlearning_figure(runs: Sequence[Run]) -> Figure | None:
-    """Draw how much was gated, how far unlearning moved the weights, and how much was clipped."""
+    """Draw how far unlearning went, and how much of what stage 2 found reached the update."""
     methods = by_method(runs)
     staged = {
         method: seeds
@@ -123,23 +125,26 @@ def unlearning_figure(runs: Sequence[Run]) -> Figure | None:
     }
     if not staged:
         return None
-    figure, panels = new_panels(4, columns=2)
-    gated, kl, changed, clipped = panels
     titles = {
         "gate_share": "share of stage-1 tokens unlearned",
         "unlearn/kl": "KL(θ‖θ′) (nats per token)",
         "unlearn/weights_changed_share": "share of rollout weights changed",
+        "clip_share": "share of tokens clipped in the update",
     }
-    for axes, (key, title) in zip((gated, kl, changed), titles.items(), strict=True):
-        draw_methods(axes, staged, key)
+    if any(run.series(LOST) for run in runs):  # other trainers do not log it
+        titles[LOST] = "share of stage-2 successes lost"
+    figure, panels = new_panels(len(titles), columns=2)
+    for axes, (key, title) in zip(panels, titles.items(), strict=True):
+        if key == "clip_share":
+            _draw_stages(axes, runs, key)
+            draw_methods(axes, methods, key)  # of runs that do not log it for each stage
+        else:
+            draw_methods(axes, staged, key)
         label_steps(axes, title)
-    _draw_stages(clipped, runs, "clip_share")
-    draw_methods(clipped, methods, "clip_share")  # of runs that do not log it for each stage
-    label_steps(clipped, "share of tokens clipped in the update")
-    for axes in (gated, changed, clipped):
-        use_percent(axes)
-    for axes in (gated, kl, clipped):
-        start_at_zero(axes)
+        if key != "unlearn/kl":
+            use_percent(axes)
+        if key != "unlearn/weights_changed_share":
+            start_at_zero(axes)
     add_legend(figure, method_handles(methods) + stage_handles(runs))
     return figure
 

@@ -29,7 +29,7 @@ MESSAGES = {
     "truncated_share_above": "{value:.3g} of the completions of stage {stage} are truncated",
     "zero_advantage_share_above": "{value:.3g} of the groups have equal rewards",
     "mismatch_kl_above": "the KL between engine and policy is {value:.3g} per token",
-    "rewarded_ratio_below": "the ratio of what stage {stage} finds is {value:.3g}",
+    "lost_share_above": "{value:.3g} of the successes of stage {stage} hardly reach the update",
     "dead_stage_above": "stage {stage} earns almost no reward while another earns {value:.3g}",
 }
 ADVICE = {
@@ -51,8 +51,8 @@ ADVICE = {
         "they round differently: use the same rollout.dtype and model.compute_dtype, "
         "or float32 for both, or add +engine_correction to the recipe"
     ),
-    "rewarded_ratio_below": (
-        'its successes hardly reach the update; algorithm.credit = "full" counts them in full'
+    "lost_share_above": (
+        'the importance ratio cancels what this stage finds: algorithm.credit = "full" counts it'
     ),
     "dead_stage_above": f"half of the samples are wasted: {UNLEARN_LESS}",
 }
@@ -87,7 +87,7 @@ def alarms(rows: Sequence[Row], config: AlarmConfig) -> list[Alarm]:
         _any_stage("truncated_share", window, config.truncated_share_above),
         _above("zero_advantage_share", window, config.zero_advantage_share_above),
         _above("mismatch_kl", window, config.mismatch_kl_above),
-        _lost_credit(window, config.rewarded_ratio_below),
+        _lost_credit(window, config.lost_share_above),
         _dead_stage(window, config.dead_stage_above),
     )
     return [alarm for alarm in candidates if alarm is not None]
@@ -123,13 +123,13 @@ def _above(metric: str, window: Sequence[Row], bound: Any) -> Alarm | None:
 
 
 def _lost_credit(window: Sequence[Row], bound: Any) -> Alarm | None:
-    """Return the first later stage whose `rewarded_ratio_min` is below the bound in every row."""
+    """Return the first later stage whose `lost_share` is above the bound in every row."""
     if bound == "off":
         return None
     for stage in _stages(window[-1])[1:]:
-        key = f"stage{stage}/rewarded_ratio_min"
-        if all(row.get(key, bound) < bound for row in window):
-            return Alarm("rewarded_ratio_below", window[-1][key], bound, stage)
+        key = f"stage{stage}/lost_share"
+        if all(row.get(key, bound) > bound for row in window):
+            return Alarm("lost_share_above", window[-1][key], bound, stage)
     return None
 
 
