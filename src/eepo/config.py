@@ -504,7 +504,7 @@ def check_run(config: RunConfig) -> str | None:
         return (
             f"training.prompts_per_mini_batch must divide prompts_per_step = {prompts}, got {mini}"
         )
-    broken = check_methods(config.algorithm) or _check_mini_batches(config)
+    broken = check_methods(config.algorithm) or _check_kl_cov(config)
     return broken or check_engine(config) or check_reward(config.reward) or check_task(config.task)
 
 
@@ -547,15 +547,21 @@ def check_methods(options: AlgorithmConfig) -> str | None:
     return None
 
 
-def _check_mini_batches(config: RunConfig) -> str | None:
-    """Reject kl_cov with one mini-batch: there the ratio is 1, and its penalty 0."""
+def _check_kl_cov(config: RunConfig) -> str | None:
+    """Reject kl_cov where its penalty would be 0, or a distance to θ′ instead of to θ."""
     prompts, mini = config.training.prompts_per_step, config.training.prompts_per_mini_batch
     options = config.algorithm
-    on_policy = options.num_stages == 1 or options.credit == "full"
-    if options.loss == "kl_cov" and prompts == mini and on_policy:
+    if options.loss != "kl_cov":
+        return None
+    if prompts == mini:
         return (
             'algorithm.loss = "kl_cov" needs prompts_per_mini_batch below prompts_per_step = '
             f"{prompts}: the penalty is 0 in the first mini-batch, got {mini}"
+        )
+    if options.num_stages > 1 and options.credit == "importance":
+        return (
+            'algorithm.loss = "kl_cov" needs credit = "full" with several stages: the penalty '
+            'would pull θ towards the weights that sampled stage 2, got "importance"'
         )
     return None
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eepo.algorithm import EEPO, SearchResult, StepMetrics
+from eepo.algorithm import EEPO, SearchResult, StepMetrics, lr_search
 from eepo.algorithm.probe import Effect, Probe
 from eepo.config import AlgorithmConfig
 from eepo.model.policy import Policy
@@ -631,3 +631,29 @@ def test_a_step_is_repeatable_bit_for_bit(
         algorithm.step(demo_prompts[:4], sampling, StepMetrics())
         trained.append(fingerprint(list(algorithm.policy.model.parameters())))
     assert trained[0] == trained[1]
+
+
+def test_auto_above_the_floor_of_a_bf16_engine_unlearns_and_below_it_warns(
+    build_eepo: Any,
+    sampling: Sampling,
+    demo_prompts: list[Prompt],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rounding alone has a KL. A search for the whole KL would stop at a step that does nothing."""
+    monkeypatch.setattr(lr_search, "_WARNED", set())
+    rows = {}
+    for target in (1e-2, 1e-9):
+        algorithm = build_eepo(
+            gate="always", dtype=torch.bfloat16, unlearn_lr="auto", unlearn_kl_target=target
+        )
+        metrics = StepMetrics()
+        algorithm.step(demo_prompts[:4], sampling, metrics)
+        rows[target] = metrics.result()
+    above, below = rows.values()
+    assert above["unlearn/kl"] == pytest.approx(1e-2, rel=0.3)
+    assert above["unlearn/loss_after"] < above["unlearn/loss_before"]
+    assert 0 < above["unlearn/kl_floor"] < 1e-2
+    assert below["unlearn/kl_floor"] > 1e-9
+    (warning,) = caplog.records
+    assert "unlearn_kl_target = 1e-09 is below" in warning.getMessage()

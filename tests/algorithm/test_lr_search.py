@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from eepo.algorithm import SearchResult, lr_above_floor, lr_for_kl
+from eepo.algorithm import SearchResult, lr_above_floor, lr_for_kl, lr_search
 from eepo.algorithm.lr_search import FLOOR_INTERVAL, LR_BOUNDS, MAX_TRIES
 
 
@@ -104,3 +104,18 @@ def test_a_floor_near_the_target_is_measured_in_every_search() -> None:
     for _ in range(5):
         result = lr_above_floor(kl_of, 1e-3, result, has_floor=True)
     assert len([lr for lr in kl_of.rates if lr < 1e-3]) == 5
+
+
+def test_a_target_below_the_floor_is_a_warning_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lr_search, "_WARNED", set())
+    for _ in range(2):
+        lr_above_floor(lambda lr: 4 * lr**2 + 3e-3, 1e-3, SearchResult(1e-2), has_floor=True)
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert message.startswith("unlearn_kl_target = 0.001 is below 0.00300")
+    assert "larger target" in message
+    caplog.clear()
+    lr_above_floor(lambda lr: 4 * lr**2 + 3e-3, 1e-2, SearchResult(1e-2), has_floor=True)
+    assert not caplog.records

@@ -88,6 +88,7 @@ NONSENSE = {
     "shortcut/grpo+dr_grpo+gspo": "algorithm.loss_normalisation",
     "shortcut/grpo+kl_cov": "needs prompts_per_mini_batch below prompts_per_step = 32",
     "shortcut/eepo+kl_cov": "needs prompts_per_mini_batch below prompts_per_step = 32",
+    "countdown/eepo+kl_cov": 'needs credit = "full" with several stages',
     "shortcut/grpo+dynamic_sampling+outcome_bonus": "use one of the two",
     "paper/qwen2.5-3b+eepo_step_gate+dynamic_sampling": 'gate = "step"',
 }

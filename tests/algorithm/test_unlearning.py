@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -11,9 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from eepo.algorithm.unlearning import UnlearnBatch, changed_share, unlearned_weights
+from eepo.algorithm.unlearning import (
+    UnlearnBatch,
+    changed_share,
+    largest_entry,
+    unlearned_weights,
+)
 from eepo.config import AlgorithmConfig
-from eepo.types import Completion, Prompt, Rollout, Verdict
+from eepo.types import Completion, Prompt, Rollout, UserError, Verdict
 
 # --- completions
 
@@ -66,11 +72,29 @@ def test_stage1_rows_are_those_that_theta_sampled() -> None:
 
 
 def test_unlearn_max_completions_spaces_rows_evenly() -> None:
-    rollout = rollout_of([[0.0] * 4] * 3, num_stages=2)
+    rollout = rollout_of([[0.0] * 4] * 3, num_stages=1)
     batch = UnlearnBatch.of(rollout, AlgorithmConfig(unlearn_max_completions=4))
-    assert batch.rows == [0, 3, 6, 9]
-    assert batch.stage1_rows == [0, 9]
+    assert batch.rows == batch.stage1_rows == [0, 3, 6, 9]
     assert batch.num_tokens == 8
+
+
+def test_unlearn_max_completions_takes_the_stages_in_turn() -> None:
+    """Every fourth row is the same column, so evenly spaced rows would all be of stage 1."""
+    rollout = rollout_of([[0.0] * 4] * 8, num_stages=2)
+    batch = UnlearnBatch.of(rollout, AlgorithmConfig(num_stages=3, unlearn_max_completions=8))
+    assert batch.rows == [0, 5, 10, 15, 16, 21, 26, 31]
+    assert batch.stage1_rows == [0, 5, 16, 21]
+    several = UnlearnBatch.of(rollout, AlgorithmConfig(num_stages=3, unlearn_max_completions=13))
+    assert len(set(several.rows)) == 13
+
+
+@pytest.mark.parametrize("entry", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_is_an_error(entry: float) -> None:
+    gradient = {"a": torch.tensor([0.5, -2.0]), "b": torch.tensor([0.0])}
+    assert largest_entry(gradient) == 2.0
+    assert largest_entry({}) == 0.0
+    with pytest.raises(UserError, match="the unlearning gradient is not finite"):
+        largest_entry(gradient | {"c": torch.tensor([1.0, entry])})
 
 
 def test_rows_far_above_the_token_gate_are_no_candidates() -> None:

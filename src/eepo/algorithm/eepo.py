@@ -24,7 +24,7 @@ from eepo.algorithm.lr_search import SearchResult, lr_above_floor
 from eepo.algorithm.metrics import StepMetrics
 from eepo.algorithm.outcome_bonus import AnswerHistory
 from eepo.algorithm.probe import Effect, Probe, unlearn_gradient
-from eepo.algorithm.unlearning import UnlearnBatch, changed_share, load_unlearned
+from eepo.algorithm.unlearning import UnlearnBatch, changed_share, largest_entry, load_unlearned
 from eepo.algorithm.updates import MiniBatch, accumulate_gradient, optimizer_step
 from eepo.config import AlgorithmConfig
 from eepo.model.policy import Policy
@@ -113,7 +113,7 @@ class EEPO:
         probe = Probe(self.policy, batch)
         gradient, num_gated = unlearn_gradient(self.policy, batch, probe)  # ∇L
         metrics.unlearning.record_gate(num_gated, batch.num_tokens)
-        if not any(part.any() for part in gradient.values()):  # nothing gated, or all saturated
+        if largest_entry(gradient) == 0:  # nothing gated, or all saturated
             return
         lr, effect = self.unlearn_lr(gradient, probe)  # η
         weights = load_unlearned(self.engine, self.policy, gradient, lr)  # θ′ ← θ − η ∇L

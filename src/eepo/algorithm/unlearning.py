@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from eepo.algorithm.gates import completions_to_unlearn, unlearn_gate
 from eepo.algorithm.losses import unlearn_loss
@@ -14,7 +16,7 @@ from eepo.config import AlgorithmConfig
 from eepo.model.batching import MicroBatch, evenly_spaced
 from eepo.model.policy import Policy, Scores
 from eepo.protocols import RolloutEngine
-from eepo.types import Completion, Prompt, Rollout
+from eepo.types import Completion, Prompt, Rollout, UserError
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class UnlearnBatch:
     def of(cls, rollout: Rollout, options: AlgorithmConfig) -> UnlearnBatch:
         """Select completions. This waits for rewards only where `unlearn_on` needs them."""
         pairs = rollout.pairs(range(len(rollout.prompts)))
-        rows = evenly_spaced(len(pairs), options.unlearn_max_completions)
+        rows = rows_to_unlearn(rollout.stages, len(rollout.prompts), options)
         selected = [True] * len(pairs)
         if options.unlearn_on != "all":
             rollout.wait_for_rewards()
@@ -67,6 +69,38 @@ class UnlearnBatch:
         """Return the part of this micro-batch in the mean over all `rows`."""
         loss = unlearn_loss(scores, batch.mask, gate, self.options)
         return loss * len(batch.rows) / len(self.rows)
+
+
+def rows_to_unlearn(stages: list[int], num_prompts: int, options: AlgorithmConfig) -> list[int]:
+    """Choose at most `unlearn_max_completions` rows, evenly spaced.
+
+    With more than one stage, the chosen prompts give a completion of each stage in turn: evenly
+    spaced rows could all be from the same stage.
+    """
+    rows = evenly_spaced(num_prompts * len(stages), options.unlearn_max_completions)
+    if len(set(stages)) == 1:
+        return rows
+    prompts = sorted({row // len(stages) for row in rows})
+    turns = {prompt: turn for turn, prompt in enumerate(prompts)}
+    moved = []
+    for row in rows:
+        prompt, column = divmod(row, len(stages))
+        moved.append(prompt * len(stages) + (column + turns[prompt]) % len(stages))
+    return sorted(moved)
+
+
+def largest_entry(gradient: Mapping[str, Tensor]) -> float:
+    """Return the largest absolute entry. Raise an error if any entry is not finite.
+
+    Such a gradient would fill θ′ with NaN, and stage 2 would be noise.
+    """
+    size = float(get_total_norm(list(gradient.values()), norm_type=math.inf))
+    if not math.isfinite(size):
+        raise UserError(
+            f"the unlearning gradient is not finite ({size}); start a new run with a lower "
+            "learning_rate, for example from a checkpoint of this run (model.path = its folder)"
+        )
+    return size
 
 
 def unlearned_weights(

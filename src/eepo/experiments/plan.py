@@ -98,6 +98,15 @@ class Phase:
 
 
 @dataclass(frozen=True)
+class Start:
+    """Describes a policy that regimes start from. It is trained by a warm start."""
+
+    folder: str  # of the warm start
+    recipe: str
+    knobs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Benchmarks:
     """Benchmarks on which the final weights of every run are evaluated, as `eepo eval` does.
 
@@ -156,6 +165,7 @@ class Plan:
     keep_weights: str = "final"
     start_evaluation: str = "recipe"  # "first": only the first run of a regime evaluates the start
     benchmarks: Benchmarks | None = None
+    starts: tuple[Start, ...] = ()
     tables: tuple[TableEntry, ...] = ()
     figures: tuple[FigureEntry, ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict)  # names of methods in figures

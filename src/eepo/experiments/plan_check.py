@@ -21,6 +21,7 @@ def check_plan(plan: Plan) -> None:
         _check_method(plan, method)
     _check_phases(plan)
     _check_equal_time(plan)
+    _check_starts(plan)
     for regime in plan.regimes:
         for method in plan.methods_in(regime):
             if not method.recorded:
@@ -95,6 +96,14 @@ def _check_equal_time(plan: Plan) -> None:
             f'{plan.source}: equal = "time": the first method that trains sets the time of the '
             "others, so it needs one value and all regimes"
         )
+
+
+def _check_starts(plan: Plan) -> None:
+    for start in plan.starts:
+        try:
+            recipe.load_warmup(start.recipe, start.knobs)
+        except UserError as error:
+            raise UserError(f"{plan.source}: starts.{start.folder!r}: {error}") from error
 
 
 def _check_recipes(plan: Plan, regime: str, method: Method) -> None:

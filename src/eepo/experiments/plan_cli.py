@@ -5,7 +5,6 @@ Heavy imports such as torch happen inside the commands, so that `--help` is fast
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -48,21 +47,26 @@ def run(
         typer.Option("--jobs", min=0, help="Parallel runs; 0: one on a GPU, else one per 2 cores."),
     ] = 0,
 ) -> None:
-    """Run everything that is not done. The same command continues, and tries failures again."""
+    """Run everything that is not done, then write the plan's tables and figures.
+
+    The same command continues, and tries failures again.
+    """
+    from eepo.experiments.plan_reports import write_reports
     from eepo.experiments.runner import run_in_processes
+    from eepo.experiments.starts import train_starts
 
     progress = Progress()
     experiment = _experiment(plan, out)
     selection = _selection(phase, regime, method)
+    train_starts(experiment, selection, progress)
     outcome = run_in_processes(experiment, selection, jobs, progress, plan.stem)
+    for file in write_reports(experiment):
+        progress.print(f"wrote {file}")
     for line in outcome.failure_lines():
         progress.print(line)
     if outcome.failed:
         raise typer.Exit(1)
-    progress.print(
-        f"{outcome.num_done} of {outcome.num_runs} runs are finished; show them with: "
-        f"eepo plan tables {shlex.quote(str(plan))} --out {shlex.quote(str(out))}"
-    )
+    progress.print(f"{outcome.num_done} of {outcome.num_runs} runs are finished")
 
 
 @app.command()

@@ -24,6 +24,7 @@ from eepo.experiments.plan import (
     Point,
     Regime,
     Selection,
+    Start,
     TableEntry,
     grid_points,
     override_value,
@@ -38,7 +39,7 @@ from eepo.types import UserError
 ONE_REGIME = ""  # the name of the regime of a plan without [regimes]
 PLAN_KEYS = (
     "recipe", "set", "seeds", "grid", "objective", "equal", "keep_weights", "start_evaluation",
-    "phases", "regimes", "methods", "benchmarks", "tables", "figures", "labels",
+    "phases", "regimes", "methods", "starts", "benchmarks", "tables", "figures", "labels",
 )  # fmt: skip
 METHOD_KEYS = (
     "recipe", "set", "base", "tune", "values", "grid", "every_value", "shares", "weights", "train",
@@ -75,6 +76,7 @@ def parse_plan(tables: Mapping[str, Any], source: str, folder: Path) -> Plan:
         keep_weights=top.choice("keep_weights", KEEP_WEIGHTS, "final"),
         start_evaluation=top.choice("start_evaluation", START_EVALUATIONS, "recipe"),
         benchmarks=_benchmarks(top),
+        starts=tuple(_start(folder, table) for folder, table in top.tables("starts").items()),
         tables=tuple(_table_entry(t, methods, regimes, phases) for t in top.table_list("tables")),
         figures=tuple(
             _figure_entry(t, methods, regimes, phases) for t in top.table_list("figures")
@@ -215,6 +217,13 @@ def _shares(table: Table, values: list[str]) -> dict[str, int]:
     if shares.values and not all(value.isdecimal() and int(value) > 0 for value in values or [""]):
         raise table.error("shares", "used with values that are whole numbers > 0")
     return {knob: shares.whole(knob, 0, least=1) for knob in shares.values}
+
+
+def _start(folder: str, table: Table) -> Start:
+    table.allow("recipe", "set")
+    if not table.text("recipe"):
+        raise table.error("recipe", "a recipe of a warm start, such as countdown/warmup")
+    return Start(folder, table.text("recipe"), table.texts("set"))
 
 
 def _benchmarks(top: Table) -> Benchmarks | None:

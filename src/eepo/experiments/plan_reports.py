@@ -11,39 +11,64 @@ from eepo.reports.figure_list import image_bytes
 from eepo.reports.paired_tables import TableRow, regime_tables
 from eepo.reports.plan_figures import FIGURES, PLAN_FIGURES, FigureData, MethodStyle
 from eepo.reports.run_lines import Line, line_title
+from eepo.runs.runlog import write_atomically
 from eepo.types import UserError
+
+TABLES = "tables.md"
 
 
 def plan_tables(experiment: Experiment, selection: Selection, against: str = "") -> str:
     """Return the tables as Markdown: those that the plan lists, or those of a selection."""
     plan = experiment.plan
     plan.check_selection(selection)
-    if plan.tables and selection == Selection() and not against:
-        entries: Sequence[TableEntry] = plan.tables
-    else:
-        entries = [TableEntry(selection, against)]
-    parts = []
-    for entry in entries:
-        parts += [f"## {entry.heading}"] if entry.heading else []
-        parts += _entry_tables(experiment, entry)
-    if not parts:
+    text = _tables_text(experiment, selection, against)
+    if not text:
         raise UserError(
             f"{experiment.out} has no finished run of {plan.source} that matches; "
             "run it with: eepo plan run"
         )
-    return "\n\n".join(parts) + "\n"
+    return text
 
 
 def write_plan_figures(
     experiment: Experiment, selection: Selection, kinds: Sequence[str], into: Path
 ) -> list[Path]:
     """Draw the figures that the plan lists, or those of a selection; return their files."""
-    plan = experiment.plan
-    plan.check_selection(selection)
+    experiment.plan.check_selection(selection)
     for kind in kinds:
         if kind not in FIGURES:
             raise UserError(f"--figure {kind} must be one of {', '.join(FIGURES)}")
-    listed = plan.figures if selection == Selection() else ()
+    files = _write_figures(experiment, selection, kinds, into)
+    if not files:
+        raise UserError(f"{experiment.out} has no finished run for these figures")
+    return files
+
+
+def write_reports(experiment: Experiment) -> list[Path]:
+    """Write the tables and figures of the plan into the experiment's folder; return the files."""
+    text = _tables_text(experiment, Selection())
+    if not text:  # no run of a reporting phase is finished
+        return []
+    tables = experiment.out / TABLES
+    write_atomically(tables, text)
+    return [tables, *_write_figures(experiment, Selection(), (), experiment.out / "figures")]
+
+
+def _tables_text(experiment: Experiment, selection: Selection, against: str = "") -> str:
+    """Return the tables as Markdown, or "" if no run that they show is finished."""
+    listed = experiment.plan.tables if selection == Selection() and not against else ()
+    parts = []
+    for entry in listed or [TableEntry(selection, against)]:
+        tables = _entry_tables(experiment, entry)
+        parts += [f"## {entry.heading}"] if entry.heading and tables else []
+        parts += tables
+    return "\n\n".join(parts) + "\n" if parts else ""
+
+
+def _write_figures(
+    experiment: Experiment, selection: Selection, kinds: Sequence[str], into: Path
+) -> list[Path]:
+    listed = experiment.plan.figures if selection == Selection() else ()
     entries = listed or [
         FigureEntry(kind, selection) for kind in FIGURES if kinds or kind not in PLAN_FIGURES
     ]
@@ -51,8 +76,6 @@ def write_plan_figures(
     for entry in entries:
         if not kinds or entry.kind in kinds:
             files += _entry_figures(experiment, entry, into)
-    if not files:
-        raise UserError(f"{experiment.out} has no finished run for these figures")
     return files
 
 

@@ -1,0 +1,36 @@
+"""Trains the policies that a plan starts from, before its runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from eepo import assemble, recipe
+from eepo.experiments.experiment import Experiment
+from eepo.experiments.plan import Plan, Selection, Start
+from eepo.runs.checkpoint import weights_damage
+from eepo.runs.progress import Progress
+from eepo.runs.resume import FINAL
+
+MODEL_PATH = "model.path="
+
+
+def train_starts(experiment: Experiment, selection: Selection, progress: Progress) -> None:
+    """Train the warm starts that the selected regimes need and that are not finished."""
+    for start in _needed(experiment.plan, selection):
+        folder = Path(start.folder)
+        if not weights_damage(folder / FINAL):
+            continue
+        progress.print(f"warm start: {start.recipe} in {folder}")
+        config = recipe.load_warmup(start.recipe, start.knobs)
+        resume = (folder / "recipe.toml").exists()
+        assemble.build_warmup(config, folder, resume, progress).run()
+
+
+def _needed(plan: Plan, selection: Selection) -> Iterator[Start]:
+    chosen = selection.regimes or tuple(plan.regimes)
+    knobs = [*plan.knobs, *(knob for name in chosen for knob in plan.regimes[name].knobs)]
+    paths = [Path(knob.removeprefix(MODEL_PATH)) for knob in knobs if knob.startswith(MODEL_PATH)]
+    for start in plan.starts:
+        if any(path.is_relative_to(start.folder) for path in paths):
+            yield start
