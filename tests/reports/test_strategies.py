@@ -37,7 +37,7 @@ def test_the_label_that_grew_is_shown_and_the_common_one_is_not() -> None:
     figure = strategies_figure(runs)
     assert figure is not None
     titles = [axes.get_title() for axes in figure.axes]
-    assert titles == ["reward", "completions: compute"]
+    assert titles == ["reward of the policy (stage 1)", "share of completions: compute"]
     lines = [len(axes.get_lines()) for axes in figure.axes]
     assert lines[0] == 2
     assert lines[1] == 3  # stage 1 of both methods, stage 2 of EEPO

@@ -49,9 +49,9 @@ FIGURES = (
     FigureSpec(
         "strategies",
         "Strategies",
-        "Reward of the sampled completions, and the share of completions that use a strategy which "
-        "was rare at the start. Stage 2 (dashed) is sampled after unlearning. A strategy that is "
-        "common in stage 2 only is found, but not learned.",
+        "Reward of stage 1, which the policy samples, and the share of completions that use a "
+        "strategy which was rare at the start. Stage 2 (dashed) is sampled after unlearning. A "
+        "strategy that is common in stage 2 only is found, but not learned.",
         strategies_figure,
         (describe_smoothing, describe_bands),
     ),

@@ -74,7 +74,7 @@ def draw_strategies(data: FigureData) -> Figure | None:
 
 def _strategy_row(row: dict[str, Any]) -> dict[str, Any]:
     """Add the share of completions without a recorded label: lines may not have all labels."""
-    added = {"reward": row["stage1/reward"]} if "stage1/reward" in row else {}
+    added = {}
     for stage in ("stage1", "stage2"):
         shares = [row[key] for key in row if key.startswith(f"{stage}/label/")]
         if f"{stage}/reward" in row:
