@@ -315,7 +315,7 @@ def test_a_kl_target_is_met_and_theta_is_restored(
         assert target / 1.5 < log["eepo/kl"] < target * 1.5
         assert log["eepo/unlearn_lr"] < 0.3
         assert fingerprint(theta) != fingerprint(theta_prime)
-    assert trainer.auto_lr == logs[-1]["eepo/unlearn_lr"]
+    assert trainer.unlearner.auto_lr == logs[-1]["eepo/unlearn_lr"]
 
 
 def test_a_kl_target_holds_for_all_rows_of_stage_1(
@@ -399,7 +399,7 @@ def test_the_lr_search_keeps_its_start_when_all_tokens_are_saturated(
     )
     trainer.train()
     assert trainer.state.log_history[0]["eepo/kl"] == 0
-    assert trainer.auto_lr == trainer.args.unlearn_lr
+    assert trainer.unlearner.auto_lr == trainer.args.unlearn_lr
 
 
 def expected_selection(choice: str, texts: list[str]) -> list[bool]:
@@ -522,7 +522,7 @@ def test_old_logprobs_are_under_the_weights_that_sampled_or_with_full_credit_und
 
 def first_ratios(trainer: Any) -> Tensor:
     """Train, and return the ratio of every completion token in the first update."""
-    score, compute_loss, ratios = trainer._forward, trainer._compute_loss, []
+    score, compute_loss, ratios = trainer.scorer.forward, trainer._compute_loss, []
 
     def record(model: Any, inputs: Any) -> Any:
         loss = compute_loss(model, inputs)
@@ -665,7 +665,7 @@ def test_evaluation_is_that_of_trl(build: Build, fingerprint: Any) -> None:
     assert all(metrics[name] == expected[name] for name in metrics.keys() - times)
     assert "eval_reward" in metrics
     assert recorder.stages == []
-    assert trainer.step_gate.history == []
+    assert trainer.unlearner.gate.history == []
     assert fingerprint(weights(trainer)) == before
 
 
@@ -684,8 +684,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one_with_gate_step(
     uninterrupted.train()
     resumed = build(**settings)
     resumed.train(resume_from_checkpoint=f"{resumed.args.output_dir}/checkpoint-2")
-    assert len(resumed.step_gate.history) == 3
-    assert resumed.step_gate.history == uninterrupted.step_gate.history
+    assert len(resumed.unlearner.gate.history) == 3
+    assert resumed.unlearner.gate.history == uninterrupted.unlearner.gate.history
     assert fingerprint(weights(resumed)) == fingerprint(weights(uninterrupted))
 
 
@@ -703,7 +703,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_with_a_kl_target(
     uninterrupted = train(build(**settings))
     resumed = build(**settings)
     resumed.train(resume_from_checkpoint=f"{resumed.args.output_dir}/checkpoint-2")
-    assert resumed.auto_lr == uninterrupted.auto_lr
+    assert resumed.unlearner.auto_lr == uninterrupted.unlearner.auto_lr
     assert fingerprint(weights(resumed)) == fingerprint(weights(uninterrupted))
 
 
@@ -721,7 +721,7 @@ def test_a_grpo_checkpoint_can_be_resumed(build: Build) -> None:
     build(eepo=False, **settings).train()
     trainer = build(gate="step", **settings)
     trainer.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-1")
-    assert len(trainer.step_gate.history) == 1
+    assert len(trainer.unlearner.gate.history) == 1
 
 
 # --- vLLM's server mode: TRL's code with a replacement for the server

@@ -124,7 +124,7 @@ def main(folder: str, out: str, *settings: str) -> None:
     result |= {
         "end": weights(),
         "gap": trainer.accelerator.gather(torch.stack(gaps)).max(),
-        "gate_history": torch.tensor(trainer.step_gate.history, dtype=torch.float64),
+        "gate_history": torch.tensor(trainer.unlearner.gate.history, dtype=torch.float64),
     }
     sharded = isinstance(next(trainer.model.parameters()), torch.distributed.tensor.DTensor)
     if trainer.accelerator.is_main_process:
