@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -48,15 +48,16 @@ class Unlearner:
     def __init__(self, trainer: Any, scorer: Scorer) -> None:
         self.trainer, self.scorer, self.options = trainer, scorer, trainer.options
         self.gate = StepGate(self.options)
-        self.auto_lr = trainer.args.unlearn_lr  # with a KL target: the last choice
+        self.lr_search = SearchResult(trainer.args.unlearn_lr)  # with a KL target: the last search
 
     def state(self) -> dict[str, Any]:
         """Return what a resumed run needs."""
-        return {"gate_history": self.gate.history, "auto_lr": self.auto_lr}
+        return {"gate_history": self.gate.history, "lr_search": asdict(self.lr_search)}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.gate.history = state["gate_history"]
-        self.auto_lr = state.get("auto_lr", self.auto_lr)
+        lr_only = {"lr": state.get("auto_lr", self.lr_search.lr)}  # in old checkpoints
+        self.lr_search = SearchResult(**state.get("lr_search", lr_only))
 
     def step(self, first: tuple[Any, ...], selected: list[bool]) -> UnlearningStep:
         """Score stage 1 under θ, and find the step that unlearns its selected rows.
@@ -182,11 +183,11 @@ class Unlearner:
         if self.options.unlearn_lr != "auto":
             step.lr = self.options.unlearn_lr
             return
-        step.search = self._search(step, gradient)
-        step.lr = self.auto_lr = step.search.lr
+        step.search = self.lr_search = self._search(step, gradient)
+        step.lr = step.search.lr
 
     def _search(self, step: UnlearningStep, gradient: dict[str, Tensor]) -> SearchResult:
-        """Search the η that meets the KL target. All processes get the same result."""
+        """Search the η that meets the KL target, from where the last search ended."""
         model = self.trainer.model
         try:
             with trial_steps(self.weights(), gradient) as take_step:
@@ -198,7 +199,7 @@ class Unlearner:
 
                 target = self.options.unlearn_kl_target
                 has_floor = self.trainer.accelerator.mixed_precision != "no"
-                return lr_above_floor(kl_of, target, SearchResult(self.auto_lr), has_floor)
+                return lr_above_floor(kl_of, target, self.lr_search, has_floor)
         finally:
             reshard(model)
 
