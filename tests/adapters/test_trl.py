@@ -133,6 +133,57 @@ def test_theta_is_restored_when_sampling_stage_2_fails(build: Build, fingerprint
     assert fingerprint(weights(trainer)) == before
 
 
+NOT_FINITE = "the unlearning gradient is not finite; start a new run with a lower learning_rate"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("target", [None, 1e-2])
+def test_an_unlearning_gradient_that_is_not_finite_ends_the_run_before_theta_prime(
+    build: Build, fingerprint: Any, value: float, target: float | None
+) -> None:
+    trainer = build(
+        gate="always",
+        unlearn_kl_target=target,
+        gradient_accumulation_steps=2,
+        steps_per_generation=1,
+    )
+    recorder, generate, before = RolloutRecorder(trainer), trainer._generate, []
+    weight = trainer.model.model.layers[0].mlp.up_proj.weight
+
+    def gradients() -> dict[str, Tensor]:
+        return {name: weight.grad for name, weight in trainer.model.named_parameters()}
+
+    def break_one_value(gradient: Tensor) -> Tensor:
+        return gradient.index_put((torch.tensor(3), torch.tensor(5)), torch.tensor(value))
+
+    def break_second_rollout(prompts: list[Any]) -> Any:
+        before[:] = [fingerprint(weights(trainer))]
+        if trainer.state.global_step == 0 and weight.grad is not None:
+            before.append(fingerprint(gradients()))
+            weight.register_hook(break_one_value)
+        return generate(prompts)
+
+    trainer._generate = break_second_rollout
+    with pytest.raises(UserError, match=NOT_FINITE) as error:
+        trainer.train()
+    assert "\n" not in str(error.value)
+    assert [fingerprint(weights(trainer)), fingerprint(gradients())] == before
+    assert len(recorder.stages) == 3  # the broken rollout has no stage 2
+
+
+def test_a_gradient_that_is_not_finite_on_another_process_ends_this_process(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With FSDP every process has its shard of the gradient, and other processes would wait."""
+    trainer = build(gate="always")
+    finite = {"weight": torch.ones(3)}
+    trainer.unlearner._check_finite(finite)
+    reduce = trainer.accelerator.reduce
+    monkeypatch.setattr(trainer.accelerator, "reduce", lambda sums, how: reduce(sums, how) + 1)
+    with pytest.raises(UserError, match=NOT_FINITE):
+        trainer.unlearner._check_finite(finite)
+
+
 @dataclass
 class PlainLoss:
     """The unlearning loss, one row and one token at a time, in float64."""

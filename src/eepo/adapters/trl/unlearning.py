@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from eepo.adapters.trl.batches import PaddedBatch, unpad_rows
@@ -23,6 +24,7 @@ from eepo.algorithm import (
 )
 from eepo.config import AlgorithmConfig
 from eepo.model.batching import evenly_spaced
+from eepo.types import UserError
 
 
 @dataclass
@@ -80,6 +82,7 @@ class Unlearner:
         self.gate.record(step.entropy)
         if gated > 0 and self.gate.is_open():
             self._average(gradient, weights)
+            self._check_finite(gradient)
             step.gradient, step.gated_share = gradient, gated / candidates
             step.loss = loss / self.trainer.accelerator.num_processes
             self._choose_lr(step, gradient)
@@ -159,6 +162,18 @@ class Unlearner:
         for name, weight in weights.items():
             part = gradient[name] if name in gradient else torch.zeros_like(weight)
             gradient[name] = accelerator.reduce(part, "mean")
+
+    def _check_finite(self, gradient: dict[str, Tensor]) -> None:
+        """Raise an error on all processes if one of them has a value that is not finite."""
+        num_broken = self.scorer.zeros(1)
+        for part in gradient.values():
+            local = part.to_local() if isinstance(part, DTensor) else part
+            num_broken += (~local.isfinite()).any().to(num_broken)
+        if sum(self.scorer.sum_over_processes(num_broken)) > 0:
+            raise UserError(
+                "the unlearning gradient is not finite; start a new run with a lower learning_rate "
+                "or unlearn_lr, for example from a checkpoint of this run (model = its folder)"
+            )
 
     @contextmanager
     def _gradient_sync(self) -> Iterator[None]:
