@@ -15,13 +15,7 @@ from torch.nn import Parameter
 from eepo.adapters.trl.batches import PaddedBatch, unpad_rows
 from eepo.adapters.trl.scoring import RowLogprobs, Scorer, token_sums
 from eepo.adapters.weights import reshard, stashed_gradients, trial_steps, unlearned_in_place
-from eepo.algorithm import (
-    SearchResult,
-    StepGate,
-    lr_above_floor,
-    unlearn_gate,
-    unlearn_loss,
-)
+from eepo.algorithm import SearchResult, StepGate, lr_above_floor, unlearn_gate, unlearn_loss
 from eepo.config import AlgorithmConfig
 from eepo.model.batching import evenly_spaced
 from eepo.types import UserError
@@ -139,11 +133,9 @@ class Unlearner:
     ) -> RowLogprobs:
         """Add ∇L to `.grad`, and the micro-batches' numbers to `sums`."""
         logprobs: RowLogprobs = {}
-        num_rows = sum(len(batch.rows) for batch in batches)
-        options = self.options
-        is_exact = needs_complements(options)
+        options, num_rows = self.options, sum(len(batch.rows) for batch in batches)
         for batch in batches:
-            scores = self.scorer.forward(batch, with_complements=is_exact)
+            scores = self.scorer.forward(batch, with_complements=needs_complements(options))
             flags = torch.tensor([selected[row] for row in batch.rows]).unsqueeze(1)
             gate = unlearn_gate(scores, batch.mask, options) & flags.to(batch.mask.device)
             loss = unlearn_loss(scores, batch.mask, gate, options) * len(batch.rows) / num_rows
