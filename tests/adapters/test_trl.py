@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import runpy
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,8 +22,9 @@ from trl import GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
 from eepo.adapters import weights as adapter_weights
-from eepo.adapters.trl import EEPOTrainer
+from eepo.adapters.trl import EEPOTrainer, unlearning
 from eepo.adapters.trl.batches import PaddedBatch
+from eepo.algorithm import SearchResult
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
@@ -129,6 +131,57 @@ def test_theta_is_restored_when_sampling_stage_2_fails(build: Build, fingerprint
     with pytest.raises(RuntimeError, match="no more memory"):
         trainer.train()
     assert fingerprint(weights(trainer)) == before
+
+
+NOT_FINITE = "the unlearning gradient is not finite; start a new run with a lower learning_rate"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("target", [None, 1e-2])
+def test_an_unlearning_gradient_that_is_not_finite_ends_the_run_before_theta_prime(
+    build: Build, fingerprint: Any, value: float, target: float | None
+) -> None:
+    trainer = build(
+        gate="always",
+        unlearn_kl_target=target,
+        gradient_accumulation_steps=2,
+        steps_per_generation=1,
+    )
+    recorder, generate, before = RolloutRecorder(trainer), trainer._generate, []
+    weight = trainer.model.model.layers[0].mlp.up_proj.weight
+
+    def gradients() -> dict[str, Tensor]:
+        return {name: weight.grad for name, weight in trainer.model.named_parameters()}
+
+    def break_one_value(gradient: Tensor) -> Tensor:
+        return gradient.index_put((torch.tensor(3), torch.tensor(5)), torch.tensor(value))
+
+    def break_second_rollout(prompts: list[Any]) -> Any:
+        before[:] = [fingerprint(weights(trainer))]
+        if trainer.state.global_step == 0 and weight.grad is not None:
+            before.append(fingerprint(gradients()))
+            weight.register_hook(break_one_value)
+        return generate(prompts)
+
+    trainer._generate = break_second_rollout
+    with pytest.raises(UserError, match=NOT_FINITE) as error:
+        trainer.train()
+    assert "\n" not in str(error.value)
+    assert [fingerprint(weights(trainer)), fingerprint(gradients())] == before
+    assert len(recorder.stages) == 3  # the broken rollout has no stage 2
+
+
+def test_a_gradient_that_is_not_finite_on_another_process_ends_this_process(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With FSDP every process has its shard of the gradient, and other processes would wait."""
+    trainer = build(gate="always")
+    finite = {"weight": torch.ones(3)}
+    trainer.unlearner._check_finite(finite)
+    reduce = trainer.accelerator.reduce
+    monkeypatch.setattr(trainer.accelerator, "reduce", lambda sums, how: reduce(sums, how) + 1)
+    with pytest.raises(UserError, match=NOT_FINITE):
+        trainer.unlearner._check_finite(finite)
 
 
 @dataclass
@@ -281,6 +334,31 @@ def test_the_kl_above_the_rounding_floor_meets_the_target_in_bf16(build: Build) 
     assert 0.1 / 1.5 < log["eepo/kl"] < 0.1 * 1.5
 
 
+def test_a_search_starts_where_the_last_one_ended(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts, results, search = [], [], unlearning.lr_above_floor
+
+    def record(kl_of: Any, target: float, start: SearchResult, has_floor: bool) -> SearchResult:
+        starts.append(start)
+        results.append(search(kl_of, target, start, has_floor))
+        return results[-1]
+
+    monkeypatch.setattr(unlearning, "lr_above_floor", record)
+    train(build(gate="always", unlearn_kl_target=1e-2, unlearn_lr=0.3))
+    assert starts == [SearchResult(0.3), *results[:-1]]
+    assert all(result.slope != SearchResult().slope for result in results)
+
+
+def test_a_small_rounding_floor_is_not_measured_in_every_rollout(build: Build) -> None:
+    trainer = build(gate="always", unlearn_kl_target=0.1, unlearn_lr=1e-3, bf16=True, max_steps=4)
+    trainer.train()
+    floors = [row["eepo/kl_floor"] for row in trainer.state.log_history if "eepo/kl" in row]
+    assert floors == [trainer.unlearner.lr_search.floor] * 4
+    assert 0 < 10 * floors[0] < 0.1
+    assert trainer.unlearner.lr_search.floor_age == 4
+
+
 def test_the_logged_kl_grows_with_the_unlearn_lr(build: Build) -> None:
     kls = []
     for lr in (1e-3, 3e-2):
@@ -315,7 +393,7 @@ def test_a_kl_target_is_met_and_theta_is_restored(
         assert target / 1.5 < log["eepo/kl"] < target * 1.5
         assert log["eepo/unlearn_lr"] < 0.3
         assert fingerprint(theta) != fingerprint(theta_prime)
-    assert trainer.auto_lr == logs[-1]["eepo/unlearn_lr"]
+    assert trainer.unlearner.lr_search.lr == logs[-1]["eepo/unlearn_lr"]
 
 
 def test_a_kl_target_holds_for_all_rows_of_stage_1(
@@ -399,7 +477,7 @@ def test_the_lr_search_keeps_its_start_when_all_tokens_are_saturated(
     )
     trainer.train()
     assert trainer.state.log_history[0]["eepo/kl"] == 0
-    assert trainer.auto_lr == trainer.args.unlearn_lr
+    assert trainer.unlearner.lr_search.lr == trainer.args.unlearn_lr
 
 
 def expected_selection(choice: str, texts: list[str]) -> list[bool]:
@@ -522,7 +600,7 @@ def test_old_logprobs_are_under_the_weights_that_sampled_or_with_full_credit_und
 
 def first_ratios(trainer: Any) -> Tensor:
     """Train, and return the ratio of every completion token in the first update."""
-    score, compute_loss, ratios = trainer._forward, trainer._compute_loss, []
+    score, compute_loss, ratios = trainer.scorer.forward, trainer._compute_loss, []
 
     def record(model: Any, inputs: Any) -> Any:
         loss = compute_loss(model, inputs)
@@ -665,7 +743,7 @@ def test_evaluation_is_that_of_trl(build: Build, fingerprint: Any) -> None:
     assert all(metrics[name] == expected[name] for name in metrics.keys() - times)
     assert "eval_reward" in metrics
     assert recorder.stages == []
-    assert trainer.step_gate.history == []
+    assert trainer.unlearner.gate.history == []
     assert fingerprint(weights(trainer)) == before
 
 
@@ -684,27 +762,50 @@ def test_a_resumed_run_equals_an_uninterrupted_one_with_gate_step(
     uninterrupted.train()
     resumed = build(**settings)
     resumed.train(resume_from_checkpoint=f"{resumed.args.output_dir}/checkpoint-2")
-    assert len(resumed.step_gate.history) == 3
-    assert resumed.step_gate.history == uninterrupted.step_gate.history
+    assert len(resumed.unlearner.gate.history) == 3
+    assert resumed.unlearner.gate.history == uninterrupted.unlearner.gate.history
     assert fingerprint(weights(resumed)) == fingerprint(weights(uninterrupted))
+
+
+KL_TARGET = {
+    "gate": "always",
+    "unlearn_kl_target": 1e-1,
+    "max_steps": 4,
+    "save_strategy": "steps",
+    "save_steps": 2,
+}
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("bf16", [False, True])
 def test_a_resumed_run_equals_an_uninterrupted_one_with_a_kl_target(
-    build: Build, fingerprint: Any
+    build: Build, fingerprint: Any, bf16: bool
 ) -> None:
-    settings = {
-        "gate": "always",
-        "unlearn_kl_target": 1e-3,
-        "max_steps": 4,
-        "save_strategy": "steps",
-        "save_steps": 2,
-    }
-    uninterrupted = train(build(**settings))
-    resumed = build(**settings)
+    uninterrupted = train(build(bf16=bf16, **KL_TARGET))
+    resumed = build(bf16=bf16, **KL_TARGET)
     resumed.train(resume_from_checkpoint=f"{resumed.args.output_dir}/checkpoint-2")
-    assert resumed.auto_lr == uninterrupted.auto_lr
+    assert resumed.unlearner.lr_search == uninterrupted.unlearner.lr_search
+    assert (resumed.unlearner.lr_search.floor > 0) == bf16
     assert fingerprint(weights(resumed)) == fingerprint(weights(uninterrupted))
+
+
+def test_a_checkpoint_with_only_the_last_rate_can_be_resumed(build: Build) -> None:
+    train(build(**KL_TARGET))
+    resumed = build(**KL_TARGET)
+    checkpoint = Path(resumed.args.output_dir) / "checkpoint-4"
+    state = {"gate_history": [0.5], "auto_lr": 0.025}
+    (checkpoint / "eepo.json").write_text(json.dumps(state), encoding="utf-8")
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert resumed.unlearner.lr_search == SearchResult(0.025)
+    assert resumed.unlearner.gate.history == [0.5]
+
+
+def test_a_run_resumed_in_fp32_has_no_rounding_floor(build: Build) -> None:
+    train(build(bf16=True, **KL_TARGET))
+    resumed = build(**KL_TARGET)
+    resumed.train(resume_from_checkpoint=f"{resumed.args.output_dir}/checkpoint-2")
+    floors = [row["eepo/kl_floor"] for row in resumed.state.log_history if "eepo/kl" in row]
+    assert [floor > 0 for floor in floors] == [True, True, False, False]
 
 
 def test_a_resumed_run_uses_its_new_unlearn_lr(build: Build) -> None:
@@ -721,7 +822,7 @@ def test_a_grpo_checkpoint_can_be_resumed(build: Build) -> None:
     build(eepo=False, **settings).train()
     trainer = build(gate="step", **settings)
     trainer.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-1")
-    assert len(trainer.step_gate.history) == 1
+    assert len(trainer.unlearner.gate.history) == 1
 
 
 # --- vLLM's server mode: TRL's code with a replacement for the server

@@ -107,7 +107,7 @@ def test_a_pretrained_adapter_is_held_near_its_first_state(
     outputs, first = record_outputs(trainer), adapter(trainer, "ref")
     assert first
     trainer.train()
-    trained = {name for name in trainer._weights() if "lora_" in name}
+    trained = {name for name in trainer.unlearner.weights() if "lora_" in name}
     assert trained
     assert not any(".ref." in name for name in trained)
     assert all(torch.equal(weight, first[name]) for name, weight in adapter(trainer, "ref").items())

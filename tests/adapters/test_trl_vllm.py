@@ -138,12 +138,12 @@ def test_logprobs_of_stage_2_differ_without_the_second_push(
     trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Control: the engine keeps θ, so its log-probabilities are not those of θ′."""
-    monkeypatch.setattr(trainer, "_invalidate_copies", lambda: None)
+    monkeypatch.setattr(trainer.unlearner, "invalidate_copies", lambda: None)
     output = rollout(trainer)
     assert gap(output, slice(0, None, 2)) < 1e-3
     assert gap(output, slice(1, None, 2)) > 1e-2
     monkeypatch.undo()
-    trainer._invalidate_copies()
+    trainer.unlearner.invalidate_copies()
 
 
 def test_training_pushes_both_stages_and_evaluation_uses_theta(trainer: Any) -> None:

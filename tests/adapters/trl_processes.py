@@ -13,6 +13,7 @@ import json
 import os
 import runpy
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -120,11 +121,15 @@ def main(folder: str, out: str, *settings: str) -> None:
     trainer._sample_stage = record_weights("sampled", trainer._sample_stage, before=True)
     trainer._generate = record_weights("restored", trainer._generate, before=False)
     trainer.train()
+    search = torch.tensor(list(asdict(trainer.unlearner.lr_search).values()), dtype=torch.float64)
+    searches = trainer.accelerator.gather(search).view(-1, len(search))
+    assert (searches == search).all(), f"the processes disagree: {searches}"
     result = {name: torch.stack(rows) for name, rows in recorded.items()}
     result |= {
         "end": weights(),
         "gap": trainer.accelerator.gather(torch.stack(gaps)).max(),
-        "gate_history": torch.tensor(trainer.step_gate.history, dtype=torch.float64),
+        "lr": search[0],
+        "gate_history": torch.tensor(trainer.unlearner.gate.history, dtype=torch.float64),
     }
     sharded = isinstance(next(trainer.model.parameters()), torch.distributed.tensor.DTensor)
     if trainer.accelerator.is_main_process:

@@ -67,7 +67,9 @@ def lr_above_floor(
     small compared with the target is not measured every time.
     """
     floor, age = start.floor, start.floor_age + 1
-    if has_floor and (age > FLOOR_INTERVAL or 10 * floor > target):
+    if not has_floor:  # an earlier part of the run may have had one
+        floor, age = 0.0, FLOOR_INTERVAL
+    elif age > FLOOR_INTERVAL or 10 * floor > target:
         floor, age = kl_of(start.lr * NEGLIGIBLE), 1
     if floor > target:
         _warn_below_floor(target, floor)
