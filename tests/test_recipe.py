@@ -734,6 +734,7 @@ def test_an_invalid_set_is_a_one_line_error(
         ("algorithm.seed=1", "task.seed or training.seed or evaluation.seed"),
         ("trainig=1", "training"),
         ("algorithm.later_advantages=1", "algorithm.stage2_negative_advantages"),
+        ("alarm.rewarded_ratio_below=1", "alarm.lost_share_above"),
     ],
 )
 def test_an_unknown_knob_in_set_gets_suggestions(override: str, meant: str, tmp_path: Path) -> None:

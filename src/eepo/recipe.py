@@ -33,7 +33,10 @@ MAX_BITS = 13_300  # 4,000 digits; Python refuses to print integers of more than
 USER_NAME = re.compile(r"[^:]+:[^\W\d]\w*")  # module:Class
 UNUSABLE = re.compile("[\0\ud800-\udfff]")  # in file names and prompts
 # Old names of knobs, for the "did you mean" hint where the new name looks different.
-RENAMED = {"algorithm.later_advantages": "algorithm.stage2_negative_advantages"}
+RENAMED = {
+    "algorithm.later_advantages": "algorithm.stage2_negative_advantages",
+    "alarm.rewarded_ratio_below": "alarm.lost_share_above",
+}
 Config = TypeVar("Config", bound=RunConfig | WarmupConfig)
 
 
