@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from eepo.config import SupervisedConfig, WarmupConfig
 from eepo.evaluation.evaluate import Evaluator
 from eepo.evaluation.sets import task_sets
+from eepo.model.optimizers import clipped_step
 from eepo.model.policy import Policy, Scores
 from eepo.protocols import Task
 from eepo.runs.checkpoint import Checkpointer, weights_damage
@@ -114,15 +115,17 @@ class Warmup:
                 loss = loss + FIRST_TOKEN_WEIGHT * errors.sum() / len(pairs)
             loss.backward()
             total += loss.detach()
-        weights = self.policy.model.parameters()
-        norm = torch.nn.utils.clip_grad_norm_(weights, settings.max_grad_norm)
-        self.checkpointer.optimizer.step()
-        self.checkpointer.optimizer.zero_grad(set_to_none=True)
+        norm = clipped_step(
+            self.policy.model.parameters(),
+            self.checkpointer.optimizer,
+            settings.max_grad_norm,
+            "start a new run with a lower supervised.learning_rate",
+        )
         self.step += 1
         return {
             "step": self.step,
             "loss": float(total),
-            "grad_norm": float(norm),
+            "grad_norm": norm,
             "lr": lr,
             "seconds/total": time.perf_counter() - started,
         }
