@@ -156,6 +156,7 @@ def _warmup(config: WarmupConfig, start: Start, lock: RunLock, progress: Progres
     scratch = config.model.path == "scratch"
     tokenizer = build_tokenizer(config.task) if scratch else loading.load_tokenizer(config.model)
     task = _task(config.task, config.reward, tokenizer, 0, progress)
+    task.evaluation_sets()  # a wrong set is an error now, and not after the last step
     reward = _open(build_reward(config.reward, config.task))
     _check_engine(config.rollout)
     if saved:
