@@ -241,9 +241,14 @@ def _sets_of_run(
     config_task = dataclasses.replace(config.task, **changes)
     reward = config.reward if options.reward is None else RewardConfig(name=options.reward)
     task = _task(config_task, reward, tokenizer, run.seed or 0, progress)
+    sets = task_sets(task, options.limit)
+    if not sets:
+        raise UserError(
+            f"{options.model}: the task of this run has no evaluation sets; give --benchmarks"
+        )
     if options.reward is not None:
-        return task_sets(task, options.limit), build_grader(reward)
-    return task_sets(task, options.limit), build_reward(reward, config_task)
+        return sets, build_grader(reward)
+    return sets, build_reward(reward, config_task)
 
 
 def check_length(model: Any, prompts: Iterable[Prompt], knob: str, max_new_tokens: int) -> None:
