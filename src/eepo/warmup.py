@@ -110,7 +110,7 @@ class Warmup:
             logprobs[:, 0] = torch.where(has_target, 0.0, logprobs[:, 0])
             loss = -logprobs.sum() / num_tokens
             if has_target.any():
-                targets = batch.pick([target or 1.0 for target in first_tokens])
+                targets = batch.pick([1.0 if p is None else p for p in first_tokens])
                 errors = torch.where(has_target, first_token_loss(scores, targets), 0.0)
                 loss = loss + FIRST_TOKEN_WEIGHT * errors.sum() / len(pairs)
             loss.backward()
