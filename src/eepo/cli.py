@@ -398,10 +398,10 @@ def grade(
     progress, total = Progress(Console(stderr=True)), count_lines(file)
     grader = build_grader(RewardConfig(name=reward, num_workers=workers))
     with contextlib.ExitStack() as stack:
-        stream = stack.enter_context(open_output(out))
+        write = stack.enter_context(open_output(out))
         bar = stack.enter_context(progress.bar(f"grade {file.name}", total))
         needs_gold = reward_columns(reward).gold
-        num_correct, num_lines = grade_file(file, stream, grader, bar.advance, needs_gold)
+        num_correct, num_lines = grade_file(file, write, grader, bar.advance, needs_gold)
     progress.print(f"{num_correct} of {num_lines} correct")
 
 
