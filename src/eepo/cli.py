@@ -576,6 +576,10 @@ def _write_sweep(out: Path, line_runs: list[Run], plot: PlotOptions, progress: P
 
     result = read_sweep(out)
     if not result.runs:
+        progress.print(
+            "no run has a full evaluation, so there is no table; "
+            "it needs finished runs and a recipe with evaluation sets"
+        )
         return
     criterion = make_criterion([*result.runs, *line_runs], plot.measure, plot.on)
     files = write_sweep_tables(result, criterion, line_runs)
