@@ -37,6 +37,8 @@ def pick_device(name: str) -> torch.device:
         if device.type not in ("cpu", "cuda"):
             raise RuntimeError(f"unsupported device type {device.type}")
         torch.empty(0, device=device)
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)  # Triton kernels and CUDA graphs use the current GPU
     except (RuntimeError, AssertionError) as error:
         raise UserError(
             f'model.device = "{name}" is not available; allowed: auto, cpu, cuda, cuda:N'
