@@ -31,6 +31,11 @@ def printable(text: str) -> str:
     )
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text; without a text, the name of its type."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def _escaped(character: str) -> str:
     return character.encode("unicode_escape").decode()
 
