@@ -13,7 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 from eepo import __version__, cli, recipe
+from eepo.experiments.runner import Outcome
+from eepo.experiments.sweep import Sweep
 from eepo.runs.jsonl import read_records
+from eepo.runs.progress import Progress
 from eepo.runs.runlog import EVALUATIONS, METRICS
 
 TINY = (
@@ -312,6 +315,20 @@ def test_warmup_writes_weights(tmp_path: Path, eepo) -> None:
     assert "in_range" in result.out
     assert "weights:" in result.out
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
+
+
+def test_a_sweep_without_full_evaluations_says_why_it_has_no_table(
+    tmp_path: Path, eepo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_only(sweep: Sweep, num_jobs: int, progress: Progress) -> Outcome:
+        sweep.draft.write()
+        return Outcome(2)
+
+    monkeypatch.setattr("eepo.experiments.sweep.run_sweep", write_only)
+    grid = ("--grid", "training.learning_rate=1e-3,1e-4", "--seeds", 1)
+    result = eepo("sweep", "countdown/grpo", *grid, "--out", tmp_path / "out")
+    assert result.code == 0, result.err
+    assert "no run has a full evaluation, so there is no table" in result.out
 
 
 @pytest.mark.slow

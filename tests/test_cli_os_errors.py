@@ -70,7 +70,7 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("num_bytes", "file"),
-    [(1000, "recipe.toml"), (4500, COMPLETIONS), (100_000, "checkpoints")],
+    [(1000, "recipe.toml"), (5500, COMPLETIONS), (100_000, "checkpoints")],
 )
 def test_training_on_a_full_disk_names_the_file(
     num_bytes: int, file: str, eepo: Eepo, file_size_limit: Limit

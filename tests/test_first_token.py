@@ -9,6 +9,7 @@ import torch
 
 from eepo.model.policy import Scores
 from eepo.recipe import load_warmup
+from eepo.types import Demonstration, Prompt, UserError
 from eepo.warmup import first_token_loss
 
 
@@ -38,6 +39,14 @@ def test_the_gradient_does_not_vanish_far_from_the_target(
     first_token_loss(scores, torch.tensor([target])).sum().backward()
     assert odds.grad is not None
     assert float(odds.grad) == pytest.approx(slope)
+
+
+@pytest.mark.parametrize("probability", [0.0, -0.1, 1.5, math.nan, math.inf])
+def test_a_target_that_is_no_probability_is_refused(probability: float) -> None:
+    prompt = Prompt("train/0", "1 + 1 = ", ())
+    with pytest.raises(UserError, match="first_token_probability must be above 0 and up to 1, got"):
+        Demonstration(prompt, "2", probability)
+    assert Demonstration(prompt, "2", 1.0).first_token_probability == 1.0
 
 
 def test_recipes_for_another_probability_start_from_the_shipped_policy() -> None:

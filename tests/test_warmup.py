@@ -319,3 +319,10 @@ def test_the_optimizer_uses_the_scheduled_learning_rate(tmp_path: Path) -> None:
     after = warmup.policy.named_weights()
     largest = max(float((weight - before[name]).abs().max()) for name, weight in after)
     assert largest == pytest.approx(1e-4, rel=0.1)
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_without_final_weights(tmp_path: Path) -> None:
+    config = tiny(supervised={"learning_rate": 1e30, "ramp_steps": 0, "checkpoint_every": 0})
+    with pytest.raises(UserError, match=r"norm is nan; .* supervised\.learning_rate"):
+        run(config, tmp_path / "run")
+    assert not (tmp_path / "run" / "final").exists()

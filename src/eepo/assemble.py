@@ -156,6 +156,7 @@ def _warmup(config: WarmupConfig, start: Start, lock: RunLock, progress: Progres
     scratch = config.model.path == "scratch"
     tokenizer = build_tokenizer(config.task) if scratch else loading.load_tokenizer(config.model)
     task = _task(config.task, config.reward, tokenizer, 0, progress)
+    task.evaluation_sets()  # a wrong set is an error now, and not after the last step
     reward = _open(build_reward(config.reward, config.task))
     _check_engine(config.rollout)
     if saved:
@@ -240,9 +241,14 @@ def _sets_of_run(
     config_task = dataclasses.replace(config.task, **changes)
     reward = config.reward if options.reward is None else RewardConfig(name=options.reward)
     task = _task(config_task, reward, tokenizer, run.seed or 0, progress)
+    sets = task_sets(task, options.limit)
+    if not sets:
+        raise UserError(
+            f"{options.model}: the task of this run has no evaluation sets; give --benchmarks"
+        )
     if options.reward is not None:
-        return task_sets(task, options.limit), build_grader(reward)
-    return task_sets(task, options.limit), build_reward(reward, config_task)
+        return sets, build_grader(reward)
+    return sets, build_reward(reward, config_task)
 
 
 def check_length(model: Any, prompts: Iterable[Prompt], knob: str, max_new_tokens: int) -> None:

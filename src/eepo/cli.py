@@ -398,10 +398,10 @@ def grade(
     progress, total = Progress(Console(stderr=True)), count_lines(file)
     grader = build_grader(RewardConfig(name=reward, num_workers=workers))
     with contextlib.ExitStack() as stack:
-        stream = stack.enter_context(open_output(out))
+        write = stack.enter_context(open_output(out))
         bar = stack.enter_context(progress.bar(f"grade {file.name}", total))
         needs_gold = reward_columns(reward).gold
-        num_correct, num_lines = grade_file(file, stream, grader, bar.advance, needs_gold)
+        num_correct, num_lines = grade_file(file, write, grader, bar.advance, needs_gold)
     progress.print(f"{num_correct} of {num_lines} correct")
 
 
@@ -576,6 +576,10 @@ def _write_sweep(out: Path, line_runs: list[Run], plot: PlotOptions, progress: P
 
     result = read_sweep(out)
     if not result.runs:
+        progress.print(
+            "no run has a full evaluation, so there is no table; "
+            "it needs finished runs and a recipe with evaluation sets"
+        )
         return
     criterion = make_criterion([*result.runs, *line_runs], plot.measure, plot.on)
     files = write_sweep_tables(result, criterion, line_runs)

@@ -67,7 +67,9 @@ class ModelConfig:
     lora_rank: int = knob(
         0, "Train a LoRA adapter of this rank. 0: train all weights.", least=0, most=1024
     )
-    lora_alpha: float = knob(32.0, "Scale of the adapter, times its rank.", above=0)
+    lora_alpha: float = knob(
+        32.0, "LoRA alpha: the adapter's output is multiplied by lora_alpha / lora_rank.", above=0
+    )
     lora_targets: tuple[str, ...] = knob(
         (), "Linear layers with an adapter, such as q_proj. Empty: all of the decoder layers."
     )
@@ -218,7 +220,11 @@ class RewardConfig:
     wall_seconds: float = knob(
         60.0, "Wall-clock time per completion, for graders that wait.", above=0, most=86400
     )
-    memory_mb: int = knob(1024, "Memory per grading process, above its start size.", least=64)
+    memory_mb: int = knob(
+        1024,
+        "Memory limit of a grading process in MB, in addition to what it uses after start-up.",
+        least=64,
+    )
 
 
 @dataclass(frozen=True)
@@ -255,7 +261,10 @@ class AlgorithmConfig:
     probe_completions: int = knob(64, "Stage-1 completions that measure KL(θ‖θ′).", least=1)
 
     dynamic_sampling: int = knob(
-        0, "Rounds that replace groups with equal rewards by those of new prompts. 0: off.", least=0
+        0,
+        "Largest number of rounds. A round replaces groups with equal rewards by groups of new "
+        "prompts. 0: off.",
+        least=0,
     )
 
     advantage: Literal["grpo", "dr_grpo", "maxrl", "passk"] = knob(
@@ -411,7 +420,9 @@ class AlarmConfig:
         0.1, "Share of a later stage's successes that the update ignores.", least=0, most=1
     )
     dead_stage_above: float | Literal["off"] = knob(
-        0.05, "Reward of the best stage while another stage earns almost nothing.", least=0
+        0.05,
+        "Alarm if the best stage earns more than this while another earns less than 5 % of it.",
+        least=0,
     )
 
 

@@ -31,6 +31,11 @@ def printable(text: str) -> str:
     )
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text; without a text, the name of its type."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def _escaped(character: str) -> str:
     return character.encode("unicode_escape").decode()
 
@@ -97,11 +102,11 @@ class Verdict:
         if type(self.reward) is not float or not abs(self.reward) <= MAX_REWARD:
             object.__setattr__(self, "reward", _as_reward(self.reward))
         if not isinstance(self.answer, str | None):
-            _refuse("answer", "a str or None", self.answer)
+            _refuse("Verdict.answer", "a str or None", self.answer)
         if not isinstance(self.reason, str):
-            _refuse("reason", "a str", self.reason)
+            _refuse("Verdict.reason", "a str", self.reason)
         if not isinstance(self.label, str):
-            _refuse("label", "a str", self.label)
+            _refuse("Verdict.label", "a str", self.label)
 
     @property
     def correct(self) -> bool:
@@ -110,7 +115,7 @@ class Verdict:
 
 
 def _refuse(name: str, allowed: str, value: object) -> NoReturn:
-    raise UserError(f"Verdict.{name} must be {allowed}, got {reprlib.repr(value)}")
+    raise UserError(f"{name} must be {allowed}, got {reprlib.repr(value)}")
 
 
 def _as_reward(value: Any) -> float:
@@ -130,8 +135,13 @@ class Demonstration:
     prompt: Prompt
     text: str
     # The probability that the policy should give to the first token of `text`.
-    # None: maximise its likelihood, as for all other tokens.
+    # Above 0 and up to 1. None: maximise its likelihood, as for all other tokens.
     first_token_probability: float | None = None
+
+    def __post_init__(self) -> None:
+        target = self.first_token_probability
+        if target is not None and not 0 < target <= 1:
+            _refuse("Demonstration.first_token_probability", "above 0 and up to 1", target)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from eepo.config import SupervisedConfig, WarmupConfig
 from eepo.evaluation.evaluate import Evaluator
 from eepo.evaluation.sets import task_sets
+from eepo.model.optimizers import clipped_step
 from eepo.model.policy import Policy, Scores
 from eepo.protocols import Task
 from eepo.runs.checkpoint import Checkpointer, weights_damage
@@ -109,20 +110,22 @@ class Warmup:
             logprobs[:, 0] = torch.where(has_target, 0.0, logprobs[:, 0])
             loss = -logprobs.sum() / num_tokens
             if has_target.any():
-                targets = batch.pick([target or 1.0 for target in first_tokens])
+                targets = batch.pick([1.0 if p is None else p for p in first_tokens])
                 errors = torch.where(has_target, first_token_loss(scores, targets), 0.0)
                 loss = loss + FIRST_TOKEN_WEIGHT * errors.sum() / len(pairs)
             loss.backward()
             total += loss.detach()
-        weights = self.policy.model.parameters()
-        norm = torch.nn.utils.clip_grad_norm_(weights, settings.max_grad_norm)
-        self.checkpointer.optimizer.step()
-        self.checkpointer.optimizer.zero_grad(set_to_none=True)
+        norm = clipped_step(
+            self.policy.model.parameters(),
+            self.checkpointer.optimizer,
+            settings.max_grad_norm,
+            "start a new run with a lower supervised.learning_rate",
+        )
         self.step += 1
         return {
             "step": self.step,
             "loss": float(total),
-            "grad_norm": float(norm),
+            "grad_norm": norm,
             "lr": lr,
             "seconds/total": time.perf_counter() - started,
         }

@@ -79,6 +79,16 @@ def test_knobs_come_from_the_section_and_sampling_from_verl() -> None:
         ("eepo__debug", "yes", "eepo.debug = yes must be true or false"),
         (
             "actor_rollout_ref__rollout__n",
+            1,
+            "verl's command line: actor_rollout_ref.rollout.n = 1 must be a whole number >= 2",
+        ),
+        (
+            "actor_rollout_ref__rollout__temperature",
+            0,
+            "actor_rollout_ref.rollout.temperature = 0 must be a number > 0",
+        ),
+        (
+            "actor_rollout_ref__rollout__n",
             7,
             "rollout.n = 7 must be a multiple of eepo.num_stages = 2",
         ),

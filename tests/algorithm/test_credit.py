@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import eepo
-from eepo.algorithm import EEPO, StepMetrics, policy_loss
+from eepo.algorithm import EEPO, PolicyTerms, StepMetrics, grpo_token_loss
 from eepo.algorithm.credit import OldLogprobs, old_logprobs
 from eepo.algorithm.metrics import StageRatios
 from eepo.config import AlgorithmConfig
@@ -146,14 +146,14 @@ def test_importance_credit_is_grpo_in_expectation_and_full_credit_is_not() -> No
             (1, advantage["rare"], sampler, denominator),
         ]
         for token, value, probability, old in outcomes:
-            loss = policy_loss(
+            terms = PolicyTerms(
                 logprobs[token].view(1, 1),
                 torch.tensor([[math.log(old)]], dtype=torch.float64),
                 torch.tensor([value], dtype=torch.float64),
-                torch.ones(1, 1),
-                clip_low=1.0,
-                clip_high=1e9,
+                mask=torch.ones(1, 1, dtype=torch.bool),
+                selected=torch.zeros(1, 1, dtype=torch.bool),
             )
+            loss = grpo_token_loss(terms, AlgorithmConfig(clip_low=1.0, clip_high=1e9)).values.sum()
             total = total + probability * loss
         total.backward()
         assert logits.grad is not None

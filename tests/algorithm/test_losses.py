@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from eepo.algorithm import (
+    PolicyTerms,
     complementary_loss,
     completion_mean,
-    grpo_loss,
+    grpo_token_loss,
     kl_penalty,
-    policy_loss,
+    regularised,
     token_mean,
     token_weights,
     unlearn_loss,
@@ -208,6 +209,19 @@ def test_exact_without_complements_is_an_error() -> None:
 log_ratios = st.floats(-1.0, 1.0)
 
 
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    options: AlgorithmConfig,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Return GRPO's policy loss as an update computes it: the mean over token losses."""
+    terms = PolicyTerms(logprobs, old_logprobs, advantages, mask, torch.zeros_like(mask))
+    return token_mean(grpo_token_loss(terms, options).values, mask, weights)
+
+
 @given(
     ragged(st.tuples(log_ratios, st.floats(-5, 0))),
     st.floats(0.05, 0.5),
@@ -222,7 +236,8 @@ def test_policy_loss_equals_a_plain_clipped_surrogate(
     sampled, _ = padded([[old for _, old in row] for row in rows], filler=NAN)
     current = torch.where(mask, sampled + gaps, INF).requires_grad_()
     weights = torch.tensor(advantages, dtype=torch.float64)
-    loss = policy_loss(current, sampled, weights, mask, clip_low, clip_high)
+    options = AlgorithmConfig(clip_low=clip_low, clip_high=clip_high)
+    loss = policy_loss(current, sampled, weights, mask, options)
     loss.backward()
 
     total, num_tokens, gradient = 0.0, sum(map(len, rows)), torch.zeros_like(gaps)
@@ -256,8 +271,9 @@ def test_clipping_is_one_sided_and_asymmetric(
     ratio: float, advantage: float, expected: float
 ) -> None:
     current = torch.tensor([[math.log(ratio)]])
-    sampled, mask = torch.zeros(1, 1), torch.ones(1, 1)
-    loss = policy_loss(current, sampled, torch.tensor([advantage]), mask, 0.1, 0.3)
+    sampled, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
+    options = AlgorithmConfig(clip_low=0.1, clip_high=0.3)
+    loss = policy_loss(current, sampled, torch.tensor([advantage]), mask, options)
     assert loss.item() == pytest.approx(expected)
 
 
@@ -323,24 +339,23 @@ def test_the_loss_is_a_mean_over_the_tokens_of_a_mini_batch_or_over_groups(
     reference = logprobs + torch.tensor([2.0, 1.0, 4.0, 1.0]).log()[:, None]
     options = AlgorithmConfig(loss_normalisation=normalisation, entropy_coef=0.5, kl_coef=0.25)
     weights = torch.tensor(token_weights(lengths, 2, options))
+    loss = policy_loss(logprobs, logprobs, advantages, mask, options, weights)
     scores = Scores(logprobs, entropies)
-    loss = grpo_loss(scores, logprobs, reference, advantages, mask, options, weights)
+    loss = regularised(loss, scores, reference, mask, options, weights)
     assert loss.item() == pytest.approx(-surrogate - 0.5 * entropy + 0.25 * kl)
 
 
 @pytest.mark.parametrize("has_reference", [False, True])
-def test_grpo_loss_adds_entropy_bonus_and_kl_penalty(has_reference: bool) -> None:
+def test_entropy_bonus_and_kl_penalty_are_added(has_reference: bool) -> None:
     generator = torch.Generator().manual_seed(0)
-    logprobs, sampled, reference = -torch.rand(3, 2, 4, generator=generator)
-    entropies, advantages = torch.rand(2, 4, generator=generator), torch.tensor([1.0, -0.5])
+    logprobs, reference = -torch.rand(2, 2, 4, generator=generator)
+    entropies = torch.rand(2, 4, generator=generator)
     mask = torch.tensor([[True, True, True, False], [True, True, False, False]])
-    options = AlgorithmConfig(clip_low=0.1, clip_high=0.3, entropy_coef=0.2, kl_coef=0.4)
-    scores = Scores(logprobs, entropies)
-    loss = grpo_loss(
-        scores, sampled, reference if has_reference else None, advantages, mask, options
-    )
-    expected = policy_loss(logprobs, sampled, advantages, mask, 0.1, 0.3)
-    expected = expected - 0.2 * entropies[mask].mean()
+    options = AlgorithmConfig(entropy_coef=0.2, kl_coef=0.4)
+    scores, loss = Scores(logprobs, entropies), torch.tensor(3.0)
+    total = regularised(loss, scores, reference if has_reference else None, mask, options)
+    expected = 3.0 - 0.2 * entropies[mask].mean()
     if has_reference:
-        expected = expected + 0.4 * kl_penalty(logprobs, reference, mask)
-    assert loss.item() == pytest.approx(expected.item())
+        gaps = (reference - logprobs)[mask]
+        expected = expected + 0.4 * (gaps.exp() - 1 - gaps).mean()
+    assert total.item() == pytest.approx(expected.item())

@@ -88,7 +88,6 @@ NONSENSE = {
     "shortcut/grpo+dr_grpo+gspo": "algorithm.loss_normalisation",
     "shortcut/grpo+kl_cov": "needs prompts_per_mini_batch below prompts_per_step = 32",
     "shortcut/eepo+kl_cov": "needs prompts_per_mini_batch below prompts_per_step = 32",
-    "countdown/eepo+kl_cov": 'needs credit = "full" with several stages',
     "shortcut/grpo+dynamic_sampling+outcome_bonus": "use one of the two",
     "paper/qwen2.5-3b+eepo_step_gate+dynamic_sampling": 'gate = "step"',
 }
@@ -115,6 +114,7 @@ def test_combinations_that_make_no_sense_are_one_line_errors(name: str) -> None:
         (["algorithm.loss=gspo"], 'needs loss_normalisation = "completion"'),
         (["algorithm.loss=clip_cov", "algorithm.cov_low=5"], "cov_low must be below cov_high = 5"),
         (["algorithm.entropy_target=0.3", "algorithm.entropy_coef=0.1"], "entropy_coef_max"),
+        (["algorithm.loss=kl_cov", "algorithm.num_stages=2"], 'needs credit = "full"'),
         (["algorithm.loss=gsop"], '"grpo", "gspo", "cispo", "clip_cov", "kl_cov"'),
     ],
 )  # fmt: skip

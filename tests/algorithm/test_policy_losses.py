@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eepo.algorithm import policy_loss, token_mean, token_weights
+from eepo.algorithm import token_mean, token_weights
 from eepo.algorithm.cispo import cispo_loss
 from eepo.algorithm.covariance import clip_cov_loss, covariances, kl_cov_loss, selected_tokens
 from eepo.algorithm.losses import PolicyTerms, TokenLoss, grpo_token_loss
@@ -43,20 +43,6 @@ def gradient(terms: PolicyTerms, loss: TokenLoss, weights: list[float] | None = 
     (token_mean(loss.values, MASK, rows) * MASK.sum()).backward()
     assert terms.logprobs.grad is not None
     return terms.logprobs.grad
-
-
-# --- GRPO through the registry
-
-
-def test_grpo_token_losses_have_the_mean_and_gradient_of_policy_loss() -> None:
-    options = AlgorithmConfig()
-    terms, same = make_terms(), make_terms()
-    loss = grpo_token_loss(terms, options)
-    clip = options.clip_low, options.clip_high
-    expected = policy_loss(same.logprobs, same.old_logprobs, same.advantages, MASK, *clip)
-    assert token_mean(loss.values, MASK).item() == expected.item()
-    (expected * MASK.sum()).backward()
-    assert torch.equal(gradient(terms, loss), same.logprobs.grad)
 
 
 # --- GSPO

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,21 @@ def test_an_unwritable_output_is_an_error(out: str, tmp_path: Path) -> None:
         CliRunner().invoke(
             app, ["grade", str(path), "--out", str(tmp_path / out)], catch_exceptions=False
         )
+
+
+def test_a_grader_that_cannot_start_is_no_error_of_the_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise OSError(errno.EAGAIN, "no more processes")
+
+    monkeypatch.setattr("eepo.rewards.isolation.subprocess.Popen", fail)
+    path = write(tmp_path / "in.jsonl", {"gold": "1", "completion": "1"})
+    with pytest.raises(OSError, match="no more processes"):
+        CliRunner().invoke(
+            app, ["grade", str(path), "--out", str(tmp_path / "out.jsonl")], catch_exceptions=False
+        )
+    assert [entry.name for entry in tmp_path.iterdir()] == ["in.jsonl"]
 
 
 def test_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:

@@ -217,6 +217,14 @@ def test_wrong_options_for_a_run_are_one_line(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_run_without_evaluation_sets_needs_benchmarks(tmp_path: Path, data: Path) -> None:
+    recipe = f'[task]\nname = "dataset"\ntrain = "{data / "amc23.jsonl"}"\n'
+    recipe += "[algorithm]\nmax_new_tokens = 12\n[training]\nseed = 3\n"
+    options = BenchmarkOptions(model=str(write_run(tmp_path / "run", recipe)), device="cpu")
+    with pytest.raises(UserError, match=r"run: .* no evaluation sets; give --benchmarks"):
+        build_evaluation(options, tmp_path / "out", silent_progress())
+
+
 def test_an_unfinished_run_is_evaluated_at_its_latest_checkpoint(
     data: Path, tmp_path: Path
 ) -> None:

@@ -198,6 +198,43 @@ def test_a_name_that_is_not_a_folder_name_is_refused(name: str, tmp_path: Path) 
     assert list(tmp_path.rglob("recipe.toml")) == []
 
 
+CUSTOM_TASK = """
+from eepo import Prompt
+
+class Doubling:
+    def __init__(self, tokenizer, seed, style):
+        pass
+
+    def training_prompts(self, first, count):
+        return [Prompt(f"train/{p}", "1 + 1 = ", (), "2") for p in range(first, first + count)]
+
+    def evaluation_sets(self):
+        return {"test": [Prompt("test/0", "1 + 1 = ", (), "2")]}
+
+def score(completion, gold):
+    return float(gold in completion)
+"""
+
+
+def test_a_task_with_a_table_of_options_can_be_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "compared_task.py").write_text(CUSTOM_TASK)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    tables = {
+        "name": "grpo",
+        "task": {"name": "compared_task:Doubling", "options": {"style": {"deep": [1]}}},
+        "reward": {"name": "compared_task:score", "num_workers": 1},
+        "algorithm": {"num_stages": 1, "group_size": 2, "max_new_tokens": 4, "kl_coef": 0.0},
+        "training": {"num_steps": 1, "prompts_per_step": 2, "prompts_per_mini_batch": 2},
+        "evaluation": {"num_samples": 1},
+    }
+    config = recipe.parse(RunConfig, tables, "test")
+    folders = compare([config], 1, tmp_path / "out", silent_progress())
+    assert [len(rows(folder, METRICS)) for folder in folders] == [1]
+
+
 # --- at equal time ---
 
 

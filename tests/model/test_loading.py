@@ -164,6 +164,17 @@ def test_an_unavailable_device_is_refused_with_the_allowed_names(name: str) -> N
     assert "auto, cpu, cuda" in line
 
 
+@pytest.mark.parametrize(("name", "current"), [("cuda:3", ["cuda:3"]), ("cuda", []), ("cpu:0", [])])
+def test_a_numbered_gpu_becomes_the_current_gpu(
+    name: str, current: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[str] = []
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: None)  # it would need the GPU
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append(str(device)))
+    assert loading.pick_device(name) == torch.device(name)
+    assert chosen == current
+
+
 def test_cpu_is_always_available_and_auto_picks_a_usable_device() -> None:
     assert loading.pick_device("cpu") == CPU
     assert torch.zeros(1, device=loading.pick_device("auto")).sum() == 0

@@ -316,7 +316,7 @@ def test_a_quantized_base_is_one_line(new_model: Callable[..., Any], tmp_path: P
     file = tmp_path / "config.json"
     quantized = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
     file.write_text(json.dumps(json.loads(file.read_text()) | quantized))
-    with pytest.raises(UserError, match=r"is quantized \(gptq\)"):
+    with pytest.raises(UserError, match=r"is quantized \(gptq\); LoRA needs .* not quantized$"):
         check(tmp_path, dataclasses.replace(LORA, path=str(tmp_path)))
 
 

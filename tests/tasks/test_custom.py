@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import eepo
 from eepo import recipe
-from eepo.config import CustomTaskConfig, RunConfig
+from eepo.assemble import build_warmup
+from eepo.config import CustomTaskConfig, RunConfig, WarmupConfig
+from eepo.runs.progress import Progress
 from eepo.tasks import build_task
 
 TASK = """
@@ -85,7 +89,13 @@ def test_the_class_is_built_with_tokenizer_seed_and_options(
         (4, "for p in positions]", "for p in positions][1:]", "must return 2 prompts, got 1"),
         (5, 'f"{name}/{number}"', '"same"', "two prompts with the same id"),
         (6, 'f"{number} + {number} = "', '""', "prompt 'train/0/0' has no text"),
-        (7, "[self._prompt(f", "[str(f", "must return eepo.Prompt, got 'train/0'"),
+        (
+            7,
+            "[self._prompt(f",
+            "[str(f",
+            "expected a list of eepo.Prompt, got a list with 'train/0'",
+        ),
+        (8, "return [self._prompt(f", "[self._prompt(f", "training_prompts: expected a .*got None"),
     ],
 )
 def test_a_wrong_class_is_one_user_error(
@@ -97,6 +107,48 @@ def test_a_wrong_class_is_one_user_error(
     config = write(source, f"broken_{index}")
     with pytest.raises(eepo.UserError, match=line):
         build_task(config, tokenizer).training_prompts(0, 2)
+
+
+@pytest.mark.parametrize(
+    ("index", "sets", "line"),
+    [
+        (0, '{"test": []}', "evaluation set 'test' has no prompts"),
+        (1, '{"test": None}', "evaluation set 'test': expected a list of eepo.Prompt, got None"),
+        (2, '{"test": ["1 + 1"]}', "expected a list of eepo.Prompt, got a list with '1 . 1'"),
+        (3, "[]", r"evaluation_sets must return a dict of lists of eepo.Prompt, got \[\]"),
+    ],
+)
+def test_wrong_evaluation_sets_are_one_user_error(
+    write: Any, tokenizer: Any, index: int, sets: str, line: str
+) -> None:
+    source = TASK.partition("        return {")[0] + f"        return {sets}\n"
+    with pytest.raises(eepo.UserError, match=line):
+        build_task(write(source, f"broken_sets_{index}"), tokenizer).evaluation_sets()
+
+
+@pytest.mark.parametrize(
+    ("index", "found", "line"),
+    [
+        (0, "None", "demonstrations: expected a list of eepo.Demonstration, got None"),
+        (1, '["a", "b"]', "expected a list of eepo.Demonstration, got a list with 'a'"),
+        (2, "[]", r"demonstrations\(0, 2\) must return 2 demonstrations, got 0"),
+    ],
+)
+def test_wrong_demonstrations_are_one_user_error(
+    write: Any, tokenizer: Any, index: int, found: str, line: str
+) -> None:
+    source = TASK.rpartition("        return ")[0] + f"        return {found}\n"
+    with pytest.raises(eepo.UserError, match=line):
+        build_task(write(source, f"broken_demos_{index}"), tokenizer).demonstrations(0, 2)
+
+
+def test_an_empty_evaluation_set_is_refused_before_a_warm_start(
+    write: Any, tmp_path: Path, one_thread: None
+) -> None:
+    write(TASK.partition("        return {")[0] + '        return {"test": []}\n', "empty_set")
+    config = recipe.parse(WarmupConfig, {"task": {"name": "empty_set:Doubling"}}, "test")
+    with pytest.raises(eepo.UserError, match="evaluation set 'test' has no prompts"):
+        build_warmup(config, tmp_path / "run", False, Progress(Console(file=io.StringIO())))
 
 
 def test_optional_methods_may_be_missing(write: Any, tokenizer: Any) -> None:

@@ -5,12 +5,13 @@ from eepo.algorithm.eepo import EEPO
 from eepo.algorithm.gates import StepGate, completions_to_unlearn, token_gate, unlearn_gate
 from eepo.algorithm.grpo import group_advantages
 from eepo.algorithm.losses import (
+    PolicyTerms,
     complementary_loss,
     completion_mean,
-    grpo_loss,
+    grpo_token_loss,
     k3,
     kl_penalty,
-    policy_loss,
+    regularised,
     token_mean,
     token_weights,
     unlearn_loss,
@@ -21,6 +22,7 @@ from eepo.algorithm.unlearning import unlearned_weights
 
 __all__ = [
     "EEPO",
+    "PolicyTerms",
     "SearchResult",
     "StepGate",
     "StepMetrics",
@@ -29,12 +31,12 @@ __all__ = [
     "completion_mean",
     "completions_to_unlearn",
     "group_advantages",
-    "grpo_loss",
+    "grpo_token_loss",
     "k3",
     "kl_penalty",
     "lr_above_floor",
     "lr_for_kl",
-    "policy_loss",
+    "regularised",
     "rollout_advantages",
     "token_gate",
     "token_mean",

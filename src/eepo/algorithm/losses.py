@@ -51,21 +51,6 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, options: AlgorithmConfi
     return TokenLoss(-surrogate, above | below)
 
 
-def grpo_loss(
-    scores: Scores,  # of θ
-    rollout_logprobs: Tensor,  # [B, T] under the weights that sampled: θ or θ′
-    reference_logprobs: Tensor | None,  # [B, T]
-    advantages: Tensor,  # [B]
-    mask: Tensor,  # [B, T]
-    options: AlgorithmConfig,
-    weights: Tensor | None = None,  # [B] of `token_weights`
-) -> Tensor:
-    """Add the clipped surrogate, the entropy bonus and the KL penalty, as means over tokens."""
-    clip = options.clip_low, options.clip_high
-    loss = policy_loss(scores.logprobs, rollout_logprobs, advantages, mask, *clip, weights)
-    return regularised(loss, scores, reference_logprobs, mask, options, weights)
-
-
 def regularised(
     loss: Tensor,  # of the policy
     scores: Scores,  # of θ
@@ -105,22 +90,6 @@ def token_weights(
     totals = [sum(lengths[start : start + size]) for start in range(0, len(lengths), size)]
     mean_total = sum(totals) / num_groups
     return [mean_total / total for total in totals for _ in range(size)]
-
-
-def policy_loss(
-    policy_logprobs: Tensor,  # [B, T] under θ
-    rollout_logprobs: Tensor,  # [B, T] under the weights that sampled: θ or θ′
-    advantages: Tensor,  # [B]
-    mask: Tensor,  # [B, T]
-    clip_low: float,
-    clip_high: float,
-    weights: Tensor | None = None,  # [B]
-) -> Tensor:
-    """Return the negated clipped surrogate, as a mean over tokens."""
-    ratio = torch.where(mask.bool(), policy_logprobs - rollout_logprobs, 0.0).exp()
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    surrogate = torch.minimum(ratio * advantages[:, None], clipped * advantages[:, None])
-    return -token_mean(surrogate, mask, weights)
 
 
 def kl_penalty(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -22,8 +21,9 @@ from eepo.algorithm.metrics import StepMetrics
 from eepo.algorithm.registry import LOSSES, SELECT_TOKENS
 from eepo.config import AlgorithmConfig
 from eepo.model.batching import MicroBatch
+from eepo.model.optimizers import clipped_step
 from eepo.model.policy import Policy, Scores
-from eepo.types import Completion, Prompt, Rollout, UserError
+from eepo.types import Completion, Prompt, Rollout
 
 
 @dataclass(frozen=True)
@@ -120,16 +120,9 @@ def select_tokens(policy: Policy, mini_batch: MiniBatch) -> list[list[bool]]:  #
 
 
 def optimizer_step(policy: Policy, optimizer: torch.optim.Optimizer, max_grad_norm: float) -> float:
-    """Clip the gradient, update θ, clear the gradient, and return its norm.
-
-    A gradient that is not finite would destroy θ and every later checkpoint, so it is an error.
-    """
-    norm = float(torch.nn.utils.clip_grad_norm_(policy.model.parameters(), max_grad_norm))
-    if not math.isfinite(norm):
-        raise UserError(
-            f"the gradient norm is {norm}; start a new run with a lower unlearn_lr or "
-            "learning_rate, for example from a checkpoint of this run (model.path = its folder)"
-        )
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return norm
+    """Clip the gradient, update θ, clear the gradient, and return its norm."""
+    advice = (
+        "start a new run with a lower unlearn_lr or learning_rate, for example from a checkpoint "
+        "of this run (model.path = its folder)"
+    )
+    return clipped_step(policy.model.parameters(), optimizer, max_grad_norm, advice)

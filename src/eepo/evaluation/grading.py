@@ -6,11 +6,10 @@ import contextlib
 import json
 import math
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from eepo.protocols import Reward
 from eepo.runs.jsonl import read_rows
@@ -32,35 +31,53 @@ def count_lines(path: Path) -> int:
 
 
 @contextlib.contextmanager
-def open_output(path: Path | None) -> Iterator[TextIO]:
-    """Open a file for writing, or return the standard output if `path` is None.
+def open_output(path: Path | None) -> Iterator[Callable[[str], None]]:
+    """Return a function that writes text to a file, or to the standard output if `path` is None.
 
     The file appears under its name only when it is complete, because it may also be the input.
     """
     if path is None:
-        yield sys.stdout
+        yield lambda text: print(text, end="", flush=True)
         return
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with _errors_of(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with unfinished.open("w", encoding="utf-8") as file:
-            yield file
-        os.replace(unfinished, path)
-    except OSError as error:
-        raise UserError(f"--out {path}: cannot be written ({error.strerror})") from error
+        file = unfinished.open("w", encoding="utf-8")
+
+    def write(text: str) -> None:
+        with _errors_of(path):
+            file.write(text)
+            file.flush()
+
+    try:
+        yield write
+        with _errors_of(path):
+            file.close()
+            os.replace(unfinished, path)
     finally:
+        with contextlib.suppress(OSError):
+            file.close()
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def _errors_of(path: Path) -> Iterator[None]:
+    """Name the output in errors. Errors of the grader happen elsewhere and keep their text."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"--out {path}: cannot be written ({error.strerror})") from error
+
+
 def grade_file(
     path: Path,
-    out: TextIO,
+    write: Callable[[str], None],
     reward: Reward,
     advance: Callable[[int], None],
     needs_gold: bool = True,
 ) -> tuple[int, int]:
-    """Copy each line with "correct" and "reason" added.
+    """Write each line with "correct" and "reason" added.
 
     Return the number of correct lines and of all lines. `advance` is called with the number of
     lines that were graded since its last call.
@@ -71,9 +88,8 @@ def grade_file(
         verdicts = grade_rows(chunk, reward)
         for row, verdict in zip(chunk, verdicts, strict=True):
             row |= {"correct": verdict.correct, "reason": verdict.reason}
-            # ASCII, because a lone surrogate in a completion cannot be written as UTF-8.
-            out.write(json.dumps(row) + "\n")
-        out.flush()
+        # ASCII, because a lone surrogate in a completion cannot be written as UTF-8.
+        write("".join(json.dumps(row) + "\n" for row in chunk))
         num_correct += sum(verdict.correct for verdict in verdicts)
         num_lines += len(chunk)
         advance(len(chunk))

@@ -6,7 +6,6 @@ A plan is data: it knows no folder and no result. `plan_file.py` reads it from T
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,9 +63,6 @@ class Method:
     @property
     def is_tuned(self) -> bool:
         return bool(self.points) and not self.every_value
-
-    def with_points(self, points: Sequence[Point]) -> Method:
-        return dataclasses.replace(self, points=tuple(points))
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def _check_recipes(plan: Plan, regime: str, method: Method) -> None:
             f"{plan.source}: methods.{method.name} has no recipe; give recipe in the method, "
             "in its regime or at the top of the plan"
         )
-    seen: dict[object, str] = {}
+    seen: dict[str, str] = {}  # recipe as text, which unlike a config can always be hashed
     for value, knobs in _points(plan, regime, method):
         title = f"methods.{method.name}" + (f" with {value}" if value else "")
         title += f" in regimes.{regime}" if regime else ""
@@ -126,9 +126,10 @@ def _check_recipes(plan: Plan, regime: str, method: Method) -> None:
         except UserError as error:
             reason = str(error).removeprefix("--set: ").removeprefix("--set ")
             raise UserError(f"{plan.source}: {title}: {reason}") from error
-        if config in seen:
-            raise UserError(f"{plan.source}: {title}: the same as {seen[config]}")
-        seen[config] = value
+        text = recipe.dump(config)
+        if text in seen:
+            raise UserError(f"{plan.source}: {title}: the same as {seen[text]}")
+        seen[text] = value
 
 
 def _points(plan: Plan, regime: str, method: Method) -> Iterator[tuple[str, list[str]]]:

@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from eepo.model.batching import FullSequences, Packed, PackedLayout
+from eepo.types import first_line
 
 log = logging.getLogger(__name__)
 ATTENTION_NAME = "eepo"  # in `transformers`' registry
@@ -86,7 +87,7 @@ class Packing:
             packed = self._hidden(batch.input_ids, batch.position_ids)
             reason = attention_mismatch(self.model, packed, expected, one_by_one)
         except (NotImplementedError, TypeError, RuntimeError, AttributeError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = first_line(error)
         self.model.config._attn_implementation = default if reason else ATTENTION_NAME
         if reason:
             log.warning("%s is trained on padded batches: %s", type(self.model).__name__, reason)

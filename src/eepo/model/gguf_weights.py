@@ -205,10 +205,10 @@ def _head_dim(file: GgufFile, architecture: str, hidden_size: int, num_heads: in
     if hidden_size % num_heads:
         raise file.error(f"{num_heads} attention heads do not divide {hidden_size} dimensions")
     head_dim = file.size(f"{architecture}.attention.key_length", hidden_size // num_heads)
-    if head_dim % 2 or file.size(f"{architecture}.rope.dimension_count", head_dim) != head_dim:
-        raise file.error(
-            f"heads of {head_dim} dimensions that are rotated in part are not supported"
-        )
+    if head_dim % 2:
+        raise file.error(f"the head size must be even, got {head_dim}")
+    if file.size(f"{architecture}.rope.dimension_count", head_dim) != head_dim:
+        raise file.error(f"partial rotary embeddings are not supported (head size {head_dim})")
     return head_dim
 
 

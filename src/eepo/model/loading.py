@@ -23,7 +23,7 @@ from eepo.model import gguf_convert, smollm2
 from eepo.runs import checkpoint
 from eepo.runs.checksums import CHECKSUMS, find_damage
 from eepo.runs.jsonl import parse_json
-from eepo.types import UserError, printable
+from eepo.types import UserError, first_line, printable
 
 ADAPTER_CONFIG = "adapter_config.json"  # of an adapter in peft's format
 BUILTIN = Path(__file__).parents[1] / "assets"
@@ -37,6 +37,8 @@ def pick_device(name: str) -> torch.device:
         if device.type not in ("cpu", "cuda"):
             raise RuntimeError(f"unsupported device type {device.type}")
         torch.empty(0, device=device)
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)  # Triton kernels and CUDA graphs use the current GPU
     except (RuntimeError, AssertionError) as error:
         raise UserError(
             f'model.device = "{name}" is not available; allowed: auto, cpu, cuda, cuda:N'
@@ -190,7 +192,7 @@ def _load_weights(config: ModelConfig, dtype: torch.dtype) -> Any:
     try:
         return PeftModel.from_pretrained(model, resolve(config.path)).merge_and_unload()
     except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        line = first_line(error)
         raise UserError(f'model.path = "{config.path}" could not be loaded: {line}') from error
 
 
@@ -244,7 +246,7 @@ def _load(loader: Any, config: ModelConfig, **options: Any) -> Any:
             **options,
         )
     except (OSError, ValueError, SafetensorError) as error:
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        line = first_line(error)
         where = "" if local else "no such local folder, and from the hub: "
         raise UserError(
             f'model.path = "{config.path}" could not be loaded: {where}{line}'

@@ -43,8 +43,8 @@ def check(config: RunConfig, device: torch.device) -> None:
     if quantization := getattr(model.config, "quantization_config", None):
         method = _quantization_method(quantization)
         raise UserError(
-            f'{knob}: model.path = "{config.model.path}" is quantized ({method}); LoRA needs '
-            "base weights that are not"
+            f'{knob}: model.path = "{config.model.path}" is quantized ({method}); '
+            "LoRA needs base weights that are not quantized"
         )
     _check_untied(model, target_names(model, config.model))
 

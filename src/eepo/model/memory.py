@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from eepo.config import RunConfig, should_compile
+from eepo.model.cgroups import free_below_limits
 from eepo.model.optimizers import MOMENT_BYTES
 from eepo.types import UserError
 
@@ -30,6 +31,7 @@ CUDA_SAMPLING_BYTES = 6  # Triton kernels, fitted
 CACHE_GROWTH = 1.5  # the KV cache on the CPU grows by doubling, so it is partly empty
 HOST_COPY_SHARE = 0.5  # share of the free host memory that the copy of a step may use
 CGROUP = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
 SAFETY_FACTOR = 1.25  # training may need this many times the estimate
 
 
@@ -325,7 +327,8 @@ def gpu_memory(device: torch.device) -> int:
 def free_memory(device: torch.device) -> int | None:
     """Return the free bytes of a device; None if the operating system does not report them.
 
-    On a GPU, memory that torch has reserved but does not use counts as free.
+    On a GPU, memory that torch has reserved but does not use counts as free. In host memory, the
+    limits of control groups count, such as that of a container.
     """
     if device.type == "cuda":
         used = torch.cuda.memory_allocated(device)
@@ -336,22 +339,8 @@ def free_memory(device: torch.device) -> int | None:
         return None
     rows = dict(line.split(":", 1) for line in table.read_text().splitlines())
     free = int(rows["MemAvailable"].split()[0]) * 1024
-    in_container = _free_in_container()
-    return free if in_container is None else min(free, in_container)
-
-
-def _free_in_container() -> int | None:
-    """Return the free bytes below the memory limit of the container (cgroup 2), if it has one.
-
-    Cached pages of files count as free.
-    """
-    try:
-        limit, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
-        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-        cached = int(stat["inactive_file"])
-    except (OSError, ValueError, KeyError):  # no such file or row, or the limit is the word "max"
-        return None
-    return max(0, limit - used + cached)
+    below_limits = free_below_limits(CGROUP, OWN_CGROUPS)
+    return free if below_limits is None else min(free, below_limits)
 
 
 def release_shared_memory(device: torch.device) -> None:

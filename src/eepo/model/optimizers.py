@@ -14,6 +14,7 @@ needs the norm of the whole gradient first). docs/performance.md explains why.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from eepo import kernels
+from eepo.types import UserError
 
 BETA_1, BETA_2, EPS = 0.9, 0.999, 1e-8  # torch's defaults
 BLOCK = 256  # 8-bit numbers that share a scale
@@ -47,6 +49,25 @@ def build_optimizer(
         return torch.optim.AdamW(weights, lr=learning_rate, weight_decay=weight_decay, fused=fused)
     eight_bit = name == "adamw_8bit"
     return CompactAdamW(weights, learning_rate, weight_decay, eight_bit=eight_bit, seed=seed)
+
+
+def clipped_step(
+    weights: Iterable[nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    max_grad_norm: float,
+    advice: str,
+) -> float:
+    """Clip the gradient, update the weights, clear the gradient, and return its norm.
+
+    A gradient that is not finite would destroy the weights and every later checkpoint, so it is an
+    error, which ends with `advice`.
+    """
+    norm = float(nn.utils.clip_grad_norm_(weights, max_grad_norm))
+    if not math.isfinite(norm):
+        raise UserError(f"the gradient norm is {norm}; {advice}")
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
 
 
 class StepScalars(NamedTuple):

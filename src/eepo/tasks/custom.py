@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import reprlib
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -37,11 +38,7 @@ class CustomTask:
 
     def training_prompts(self, first: int, count: int) -> list[Prompt]:
         prompts = self._checked(self.task.training_prompts(first, count), "training_prompts")
-        if len(prompts) != count:
-            raise UserError(
-                f"{self._where}: training_prompts({first}, {count}) must return {count} prompts, "
-                f"got {len(prompts)}"
-            )
+        self._check_count(prompts, "training_prompts", first, count)
         return prompts
 
     def evaluation_sets(self) -> dict[str, list[Prompt]]:
@@ -50,13 +47,25 @@ class CustomTask:
             return {}
         sets = self.task.evaluation_sets()
         if not isinstance(sets, dict):
-            raise UserError(f"{self._where}: evaluation_sets() must return a dict of prompts")
-        return {str(name): self._checked(sets[name], "evaluation_sets") for name in sets}
+            raise UserError(
+                f"{self._where}: evaluation_sets must return a dict of lists of eepo.Prompt, "
+                f"got {reprlib.repr(sets)}"
+            )
+        checked = {
+            str(name): self._checked(prompts, f"evaluation set {str(name)!r}")
+            for name, prompts in sets.items()
+        }
+        if empty := [name for name, prompts in checked.items() if not prompts]:
+            raise UserError(f"{self._where}: evaluation set {empty[0]!r} has no prompts")
+        return checked
 
     def demonstrations(self, first: int, count: int) -> list[Demonstration]:
         if not hasattr(self.task, "demonstrations"):
             raise UserError(f"{self._where}: a warm start needs demonstrations(first, count)")
-        found = list(self.task.demonstrations(first, count))
+        found = self._listed(
+            self.task.demonstrations(first, count), Demonstration, "demonstrations"
+        )
+        self._check_count(found, "demonstrations", first, count)
         prompts = self._checked([each.prompt for each in found], "demonstrations")
         return [replace(each, prompt=prompt) for each, prompt in zip(found, prompts, strict=True)]
 
@@ -68,20 +77,35 @@ class CustomTask:
                 f"{self._where}: it is built with (tokenizer, seed, **task.options): {error}"
             ) from None
 
-    def _checked(self, prompts: Iterable[Any], method: str) -> list[Prompt]:
+    def _checked(self, prompts: Any, source: str) -> list[Prompt]:
         """Tokenize prompts, and raise an error for those that would fail later."""
-        prompts = list(prompts)
+        prompts = self._listed(prompts, Prompt, source)
         for prompt in prompts:
-            if not isinstance(prompt, Prompt):
-                raise UserError(f"{self._where}: {method} must return eepo.Prompt, got {prompt!r}")
             if not _is_json((prompt.answer, dict(prompt.columns))):
                 raise UserError(
                     f"{self._where}: answer and columns of prompt {prompt.id!r} must be JSON, "
                     f"got {prompt.answer!r}"
                 )
         if len({prompt.id for prompt in prompts}) < len(prompts):
-            raise UserError(f"{self._where}: {method} returned two prompts with the same id")
+            raise UserError(f"{self._where}: {source} has two prompts with the same id")
         return [self._tokenized(prompt) for prompt in prompts]
+
+    def _listed(self, items: Any, kind: type, source: str) -> list[Any]:
+        """Return the items of an iterable. Raise an error if it is none, or has a wrong item."""
+        expected = f"{self._where}: {source}: expected a list of eepo.{kind.__name__}, got"
+        if not isinstance(items, Iterable):
+            raise UserError(f"{expected} {reprlib.repr(items)}")
+        items = list(items)
+        if wrong := [item for item in items if not isinstance(item, kind)]:
+            raise UserError(f"{expected} a list with {reprlib.repr(wrong[0])}")
+        return items
+
+    def _check_count(self, items: list[Any], method: str, first: int, count: int) -> None:
+        if len(items) != count:
+            raise UserError(
+                f"{self._where}: {method}({first}, {count}) must return {count} "
+                f"{method.removeprefix('training_')}, got {len(items)}"
+            )
 
     def _tokenized(self, prompt: Prompt) -> Prompt:
         token_ids = prompt.token_ids or self.tokenizer(prompt.text).input_ids

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from eepo.runs.jsonl import parse_json, read_rows
-from eepo.types import NO_COLUMNS, RowColumns, UserError
+from eepo.types import NO_COLUMNS, RowColumns, UserError, first_line
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 # owner/name, optionally followed by :config or by :file of the repository
@@ -158,7 +158,7 @@ def _parquet_errors(where: str) -> Iterator[None]:
     try:
         yield
     except (ArrowException, OSError, ValueError, OverflowError, LookupError) as error:
-        raise UserError(f"{where}: not a readable parquet file ({_first_line(error)})") from None
+        raise UserError(f"{where}: not a readable parquet file ({first_line(error)})") from None
 
 
 def _hub_rows(name: str, part: str, split: str, columns: Columns) -> Iterator[Row]:
@@ -198,7 +198,7 @@ def _hub_errors(where: str) -> Iterator[None]:
         raise UserError(f"{where}: a file has no rows") from None
     except (OSError, ValueError, RuntimeError, OverflowError, LookupError, DatasetsError) as error:
         reason = error.__cause__ or error  # else it is only that an error occurred
-        raise UserError(f"{where}: {_first_line(reason)}") from None
+        raise UserError(f"{where}: {first_line(reason)}") from None
 
 
 def _check_exact(value: Any, where: str) -> None:
@@ -237,10 +237,6 @@ def _check_object(row: Any, where: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise UserError(f"{where}: a row must be an object with columns, got {_kind(row)}")
     return row
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _kind(value: Any) -> str:

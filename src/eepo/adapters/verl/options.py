@@ -30,6 +30,10 @@ KNOBS = (
     "stage2_negative_advantages",
     *ADVANTAGE_KNOBS,
 )
+VERL_KEYS = {  # of knobs that are not in the section `eepo`
+    "group_size": "actor_rollout_ref.rollout.n",
+    "temperature": "actor_rollout_ref.rollout.temperature",
+}
 DEBUG = "debug"  # compare θ and the optimizer's state before and after every unlearning step
 
 
@@ -146,13 +150,25 @@ def read_options(config: Mapping[str, Any]) -> AlgorithmConfig:
         raise UserError(f"eepo.{DEBUG} = {config['eepo'][DEBUG]} must be true or false")
     rollout = config["actor_rollout_ref"]["rollout"]
     sampling = {"group_size": rollout["n"], "temperature": rollout["temperature"]}
-    options: AlgorithmConfig = read_section(
-        AlgorithmConfig, section | sampling, "verl's command line", "eepo."
-    )
+    options = _read(section | sampling)
     if options.num_stages > 1:
         _check_stages(config, options)
     if has_advantage_weights(options):
         _check(config, ADVANTAGE_WEIGHTS_NEED)
+    return options
+
+
+def _read(section: dict[str, Any]) -> AlgorithmConfig:
+    """Convert the knobs. Errors name the keys that the user has set."""
+    try:
+        options: AlgorithmConfig = read_section(
+            AlgorithmConfig, section, "verl's command line", "eepo."
+        )
+    except UserError as error:
+        line = str(error)
+        for knob, key in VERL_KEYS.items():
+            line = line.replace(f"eepo.{knob} ", f"{key} ")
+        raise UserError(line) from None
     return options
 
 

@@ -17,7 +17,7 @@ from eepo.model.lm_head import LMHead
 from eepo.rollout.paged.kv_cache import PagedKVCache, int_tensor
 from eepo.rollout.paged.scheduler import PAGE_SIZE, SCRATCH_PAGE, STEPS_AHEAD
 from eepo.rollout.transformers import build_completions
-from eepo.types import Completion
+from eepo.types import Completion, first_line
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ class DecodeBuffers:
             with torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode=mode):
                 self._run_step(size)
         except RuntimeError as error:
-            return (str(error).strip() or type(error).__name__).splitlines()[0]
+            return first_line(error)
         self._graphs[size], self._graph_memory = graph, self._graph_memory or graph.pool()
         return ""
 

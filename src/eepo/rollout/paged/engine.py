@@ -34,7 +34,7 @@ from eepo.rollout.paged.scheduler import (
 )
 from eepo.rollout.randomness import row_key
 from eepo.rollout.transformers import TransformersEngine
-from eepo.types import Completion, Prompt, Sampling
+from eepo.types import Completion, Prompt, Sampling, first_line
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class PagedEngine(TransformersEngine):
                 paged = self.cache.last_two_hidden_states(ids)
                 reason = attention_mismatch(self.model, paged, expected, last_two)
             except (NotImplementedError, TypeError, RuntimeError, AttributeError) as error:
-                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                reason = first_line(error)
         self.model.config._attn_implementation = default_attention if reason else ATTENTION_NAME
         return reason
 
