@@ -36,6 +36,7 @@ from eepo.runs.runlog import (
     EVALUATIONS,
     METRICS,
     RunLog,
+    needs_no_evaluation,
     resume_command,
 )
 from eepo.types import Prompt, Rollout, Sampling, UserError
@@ -115,7 +116,9 @@ class Trainer:
         return self._finish()
 
     def _finish(self) -> Path:
-        final, evaluated = self.log.folder / FINAL, self.log.has_evaluation(self.step, "full")
+        final = self.log.folder / FINAL
+        evaluated = self.log.has_evaluation(self.step, "full")
+        evaluated |= needs_no_evaluation(self.log.folder, self.step)
         damage = weights_damage(final)
         if damage and final.exists():
             self.progress.print(f"note: {final} is damaged: {damage}; it is written again")
@@ -125,6 +128,7 @@ class Trainer:
             self._full_evaluation()
         if not self.step:
             self.log.append(METRICS)  # an empty file: reports recognise a run by it
+        self.log.write_finished(self.step, len(self.task.evaluation_sets()))
         return final
 
     def _checkpoint_due(self) -> bool:
@@ -289,15 +293,17 @@ def trained_seconds(folder: Path) -> float:
 def is_finished(config: RunConfig, folder: Path) -> bool:
     """Return whether the run in `folder` is complete and undamaged.
 
-    The full evaluation is the last record of a run.
+    The full evaluation is the last record of a run, if its task has evaluation sets.
     """
-    files = (folder / METRICS, folder / EVALUATIONS)
-    if not all(path.is_file() for path in files):
+    if not (folder / METRICS).is_file():
         return False
     damage: list[str] = []
-    metrics, evaluations = (list(read_records(path, damage.append)) for path in files)
+    files = [path for path in (folder / METRICS, folder / EVALUATIONS) if path.is_file()]
+    metrics, *others = (list(read_records(path, damage.append)) for path in files)
     step = max((row["step"] for row in metrics), default=0)
-    evaluated = any(row["step"] == step and row.get("kind") == "full" for row in evaluations)
+    evaluations = [row for rows in others for row in rows if row["step"] == step]
+    evaluated = any(row.get("kind") == "full" for row in evaluations)
+    evaluated |= needs_no_evaluation(folder, step)
     limit = config.training.max_seconds
     enough = step >= config.training.num_steps or 0 < limit <= trained_seconds(folder)
     return evaluated and enough and not damage and not weights_damage(folder / FINAL)

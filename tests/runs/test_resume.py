@@ -26,7 +26,7 @@ from eepo.runs import checkpoint
 from eepo.runs.checksums import CHECKSUMS
 from eepo.runs.jsonl import read_records
 from eepo.runs.progress import Progress
-from eepo.runs.runlog import COMPLETIONS, EVALUATIONS, LAST_CHECKPOINT, METRICS
+from eepo.runs.runlog import COMPLETIONS, EVALUATIONS, FINISHED, LAST_CHECKPOINT, METRICS
 from eepo.tasks.countdown import build_tokenizer
 from eepo.trainer import is_finished
 from eepo.types import Completion, Prompt, Rollout, Sampling, UserError, Verdict
@@ -399,7 +399,7 @@ def test_after_a_fallback_an_ordinary_resume_prints_nothing(finished: Finished, 
 
 def as_older_version(folder: Path) -> None:
     """Remove what older versions did not write."""
-    for path in [*folder.rglob(CHECKSUMS), folder / LAST_CHECKPOINT]:
+    for path in [*folder.rglob(CHECKSUMS), folder / LAST_CHECKPOINT, folder / FINISHED]:
         path.unlink(missing_ok=True)
     for path in folder.rglob(checkpoint.STATE):
         state = json.loads(path.read_text())
@@ -590,6 +590,29 @@ def test_weights_without_checksums_load(finished: Finished, copy: Path) -> None:
     (copy / "final" / CHECKSUMS).unlink()
     assert is_finished(finished.config, copy)
     loading.load_model(ModelConfig(path=str(copy)), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", [METRICS, EVALUATIONS])
+def test_a_run_without_its_records_is_not_finished(
+    name: str, finished: Finished, copy: Path
+) -> None:
+    for lose in (lambda path: path.write_bytes(b""), Path.unlink):
+        assert is_finished(finished.config, copy)
+        lose(copy / name)
+        assert not is_finished(finished.config, copy)
+        shutil.rmtree(copy)
+        shutil.copytree(finished.folder, copy)
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_mark_of_a_finished_run_is_written_again(
+    damage: Callable[[Path], Any], finished: Finished, copy: Path
+) -> None:
+    """The evaluations tell that the run is finished, as in an older version."""
+    damage(copy / FINISHED)
+    assert is_finished(finished.config, copy)
+    run(finished.config, copy)
+    assert contents(copy) == contents(finished.folder)
 
 
 @pytest.mark.parametrize("name", [METRICS, EVALUATIONS])

@@ -22,7 +22,7 @@ from eepo.runs.checkpoint import (
     step_of,
 )
 from eepo.runs.jsonl import parse_json, read_records
-from eepo.runs.runlog import LAST_CHECKPOINT, METRICS, RECORDS, RunLog
+from eepo.runs.runlog import FINISHED, LAST_CHECKPOINT, METRICS, RECORDS, RunLog
 from eepo.runs.writing import free_name
 from eepo.types import UserError
 
@@ -94,7 +94,7 @@ def open_records(log: RunLog, start: Start) -> list[str]:
 def run_files(out: Path) -> list[str]:
     """Return the names of files in `out` that only a run writes."""
     names = [name for name in RECORDS if (out / name).exists() and (out / name).stat().st_size]
-    others = (LAST_CHECKPOINT, CHECKPOINTS, FINAL)
+    others = (LAST_CHECKPOINT, FINISHED, CHECKPOINTS, FINAL)
     return names + [name for name in others if (out / name).exists()]
 
 
