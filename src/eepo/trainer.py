@@ -29,7 +29,7 @@ from eepo.runs.jsonl import read_records
 from eepo.runs.lock import RunLock
 from eepo.runs.loggers import Logger, evaluation_scalars, metric_scalars
 from eepo.runs.progress import Bar, Progress
-from eepo.runs.resume import FINAL, save_checkpoint
+from eepo.runs.resume import FINAL, remove_old_final, save_checkpoint, set_final_aside
 from eepo.runs.runlog import (
     ALARMS,
     COMPLETIONS,
@@ -101,6 +101,8 @@ class Trainer:
             self.lock.release()
 
     def _run(self) -> Path:
+        if not self.done:
+            set_final_aside(self.log.folder)
         if self.step == 0 and not self.log.has_evaluation(0, "full", "quick"):
             self._evaluate_start()
         with self._training_bar() as bar, _stop_signals() as stop:
@@ -129,6 +131,7 @@ class Trainer:
         if not self.step:
             self.log.append(METRICS)  # an empty file: reports recognise a run by it
         self.log.write_finished(self.step, len(self.task.evaluation_sets()))
+        remove_old_final(self.log.folder)
         return final
 
     def _checkpoint_due(self) -> bool:

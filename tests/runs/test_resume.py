@@ -21,6 +21,7 @@ from eepo import assemble, recipe
 from eepo.algorithm import StepMetrics
 from eepo.assemble import build_trainer
 from eepo.config import ModelConfig, RunConfig
+from eepo.evaluation.trained_run import find_run
 from eepo.model import loading
 from eepo.runs import checkpoint
 from eepo.runs.checksums import CHECKSUMS
@@ -567,6 +568,59 @@ def test_leftovers_of_a_kill_are_removed_at_the_next_start(finished: Finished, c
     run(finished.config, copy)
     assert contents(copy) == contents(finished.folder)
     assert not any(leftover.exists() for leftover in leftovers)
+
+
+class Killed(BaseException):
+    """Simulates a kill."""
+
+
+def die(*args: Any) -> Any:
+    raise Killed
+
+
+@pytest.mark.parametrize("step", [4, 5])
+def test_final_weights_of_an_extended_run_are_not_used_until_it_is_complete(
+    step: int, finished: Finished, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longer, old = with_training(finished.config, num_steps=6), contents(copy / "final")
+    with monkeypatch.context() as patch:
+        train = Descent.step
+
+        def train_or_die(self: Descent, *args: Any) -> Rollout:
+            if self.count == 2 * step:
+                raise Killed
+            return train(self, *args)
+
+        patch.setattr(Descent, "step", train_or_die)
+        with pytest.raises(Killed):
+            run(longer, copy)
+    assert loading.resolve(str(copy)) == str(copy / "checkpoints" / f"step-00000{step}")
+    found = find_run(str(copy))
+    assert found is not None
+    assert found.step == step
+    assert not is_finished(finished.config, copy)
+    assert contents(copy / "old-final") == old
+    run(longer, copy)
+    full = tmp_path / "full"
+    run(longer, full, resume=False)
+    assert contents(copy / "final") == contents(full / "final")
+    assert contents(copy).keys() == contents(full).keys()
+
+
+def test_final_weights_without_checkpoints_are_kept_until_there_are_new_ones(
+    finished: Finished, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove_checkpoints(copy)
+    old = contents(copy / "final")
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.Checkpointer, "save_final", die)
+        for _ in range(2):
+            with pytest.raises(Killed):
+                run(finished.config, copy, force=True)
+            assert contents(copy / "old-final") == old
+    run(finished.config, copy)
+    assert not (copy / "old-final").exists()
+    assert_same_weights(copy, finished.folder)
 
 
 @DAMAGE

@@ -8,6 +8,7 @@ the records are kept. If no checkpoint is left, the run does not start without `
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ from eepo.runs.writing import free_name
 from eepo.types import UserError
 
 CHECKPOINTS, FINAL = "checkpoints", "final"
+OLD_FINAL = "old-final"  # final weights of a run that trains more steps, until it is complete again
 NUM_ROWS = "num_rows"  # key of the state: rows of each file of records
 
 
@@ -89,6 +91,22 @@ def open_records(log: RunLog, start: Start) -> list[str]:
     if (last_saved_step(log.folder) or 0) != start.step:
         log.write_last_checkpoint(start.step)
     return notes
+
+
+def set_final_aside(out: Path) -> None:
+    """Rename the final weights of a run that trains more steps: they are not its newest any more.
+
+    They are not removed yet. Without their checkpoint, no other copy of them may exist.
+    """
+    (out / FINISHED).unlink(missing_ok=True)
+    if (out / FINAL).exists():
+        remove_old_final(out)
+        os.rename(out / FINAL, out / OLD_FINAL)
+
+
+def remove_old_final(out: Path) -> None:
+    if (out / OLD_FINAL).exists():
+        shutil.rmtree(out / OLD_FINAL)
 
 
 def run_files(out: Path) -> list[str]:
