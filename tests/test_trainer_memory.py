@@ -227,6 +227,26 @@ def test_a_reward_that_fails_loses_no_step(
     assert_equals(out, full_run)
 
 
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_step_that_is_saved_already_is_saved_again_only_if_damaged(
+    is_damaged: bool, config: RunConfig, tmp_path: Path
+) -> None:
+    trainer = trainer_of(tmp_path / "run", config)
+    save, steps = trainer.checkpointer.save, []
+
+    def count(step: int, state: dict[str, Any]) -> Path:
+        steps.append(step)
+        path = save(step, state)
+        if is_damaged:
+            (path / "model.safetensors").write_bytes(b"")
+        return path
+
+    trainer.checkpointer.save = count  # type: ignore[method-assign]
+    line = failed_third_step(trainer, ("engine", "generate", 1), saved=2)
+    assert "step 2 is saved" in line
+    assert steps == ([2, 2] if is_damaged else [2])
+
+
 def test_without_a_finished_step_nothing_is_saved(config: RunConfig, tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path / "run", config)
     fail_at_call(trainer.algorithm.policy, "gradient", 1)  # type: ignore[attr-defined]

@@ -24,7 +24,13 @@ from eepo.model.policy import Policy
 from eepo.model.step_backup import StepBackup
 from eepo.protocols import Task
 from eepo.runs.alarm import ADVICE, AlarmMonitor, Event
-from eepo.runs.checkpoint import Checkpointer, latest, step_of, weights_damage
+from eepo.runs.checkpoint import (
+    Checkpointer,
+    checkpoint_damage,
+    latest,
+    step_of,
+    weights_damage,
+)
 from eepo.runs.jsonl import read_records
 from eepo.runs.lock import RunLock
 from eepo.runs.loggers import Logger, evaluation_scalars, metric_scalars
@@ -215,7 +221,13 @@ class Trainer:
         self.checkpointer.optimizer.zero_grad(set_to_none=True)
         if self.backup.restore() and self.step:
             self.algorithm.load_state(state)
-            self._save()
+            if not self._is_saved():
+                self._save()
+
+    def _is_saved(self) -> bool:
+        """Return whether the last finished step has an intact checkpoint."""
+        saved = latest(self.checkpointer.folder)
+        return saved is not None and step_of(saved) == self.step and not checkpoint_damage(saved)
 
     def _out_of_memory(self, failures: list[str], phase: str) -> UserError:
         """Say in which phase memory ran out, what to change, and which step is saved."""

@@ -323,6 +323,44 @@ def test_with_force_a_run_without_checkpoints_starts_again_and_keeps_copies(
     assert_same_run(copy, finished.folder)
 
 
+def hide(folder: Path, step: int) -> Path:
+    """Rename a checkpoint as `publish` and `prune` do before they replace or remove it."""
+    path = folder / "checkpoints" / f"step-{step:06d}"
+    return path.rename(path.with_name(f".old-{path.name}.4242"))
+
+
+def test_a_checkpoint_whose_replacement_was_killed_is_recovered(
+    finished: Finished, copy: Path
+) -> None:
+    hide(copy, 4)
+    assert notes(run(finished.config, copy)) == []
+    assert contents(copy) == contents(finished.folder)
+
+
+def test_a_damaged_checkpoint_whose_replacement_was_killed_is_not_recovered(
+    finished: Finished, copy: Path
+) -> None:
+    flip_bit(hide(copy, 4) / "model.safetensors")
+    assert "note: continues after step 3" in run(finished.config, copy)
+    assert_same_run(copy, finished.folder)
+    assert not list((copy / "checkpoints").glob(".*"))
+
+
+def test_a_removed_checkpoint_is_recovered_only_if_newer_ones_are_damaged(
+    finished: Finished, copy: Path
+) -> None:
+    hide(copy, 3)
+    run(finished.config, copy)
+    names = [path.name for path in (copy / "checkpoints").iterdir()]
+    assert names == ["step-000004"]
+    copy_3 = finished.folder / "checkpoints" / "step-000003"
+    shutil.copytree(copy_3, copy / "checkpoints" / copy_3.name)
+    hide(copy, 3)
+    flip_bit(copy / "checkpoints" / "step-000004" / "model.safetensors")
+    assert "note: continues after step 3" in run(finished.config, copy)
+    assert_same_run(copy, finished.folder)
+
+
 # --- missing checkpoints
 
 

@@ -19,6 +19,7 @@ from eepo.runs.checkpoint import (
     checkpoint_damage,
     list_checkpoints,
     read_state,
+    recover,
     remove_leftovers,
     step_of,
 )
@@ -54,12 +55,14 @@ def save_checkpoint(
 
 
 def find_start(out: Path, checkpoint_every: int, force: bool, command: str) -> Start:
-    """Return the newest intact checkpoint of a run, or step 1. This writes nothing.
+    """Return the newest intact checkpoint of a run, or step 1.
 
+    This changes nothing, except that it recovers a checkpoint whose replacement was interrupted.
     `command` resumes the run; error messages suggest it with `--force`.
     """
     folder = out / CHECKPOINTS
     _check_readable(folder)
+    recover(folder)
     checkpoint, damages = _newest_intact(folder)
     step = step_of(checkpoint) if checkpoint else 0
     expected = _newest_expected(out, step, checkpoint_every)
