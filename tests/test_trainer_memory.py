@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
 import json
 import shlex
@@ -245,6 +246,40 @@ def test_a_step_that_is_saved_already_is_saved_again_only_if_damaged(
     line = failed_third_step(trainer, ("engine", "generate", 1), saved=2)
     assert "step 2 is saved" in line
     assert steps == ([2, 2] if is_damaged else [2])
+
+
+FAILURES = {
+    "out of memory": (NO_MEMORY, "out of memory (tried to allocate 2.50 GiB) in the sampling"),
+    "a reward": (UserError("reward: it failed"), "reward: it failed"),
+}
+
+
+@pytest.mark.parametrize(("error", "fragment"), FAILURES.values(), ids=FAILURES)
+def test_an_error_while_a_step_is_undone_does_not_hide_its_cause(
+    error: Exception,
+    fragment: str,
+    config: RunConfig,
+    full_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        full = OSError(errno.ENOSPC, "No space left on device", "model.safetensors")
+        trainer = trainer_of(out, config)
+        save = trainer.checkpointer.save
+
+        def fail_at_step_2(step: int, state: dict[str, Any]) -> Path:
+            if step == 2:
+                raise full
+            return save(step, state)
+
+        patch.setattr(trainer.checkpointer, "save", fail_at_step_2)
+        line = failed_third_step(trainer, ("engine", "generate", 1), saved=1, error=error)
+    assert "step 2 could not be saved ([Errno 28] No space left on device: " in line
+    assert f"after this error: {fragment}" in line
+    trainer_of(out, config, resume=True).run()
+    assert_equals(out, full_run)
 
 
 def test_without_a_finished_step_nothing_is_saved(config: RunConfig, tmp_path: Path) -> None:

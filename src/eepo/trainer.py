@@ -211,11 +211,22 @@ class Trainer:
         try:
             with out_of_memory.caught() as failures:
                 return self.algorithm.step(prompts, sampling, metrics)
-        except UserError:  # of a reward, or a gradient that is not finite
-            self._undo_step(state)
+        except UserError as error:  # of a reward, or a gradient that is not finite
+            with self._naming(error):
+                self._undo_step(state)
             raise
-        self._undo_step(state)
+        with self._naming(self._out_of_memory(failures, metrics.last_phase)):
+            self._undo_step(state)
         raise self._out_of_memory(failures, metrics.last_phase)
+
+    @contextmanager
+    def _naming(self, cause: UserError) -> Iterator[None]:
+        """Add to an error of the block why the step is undone."""
+        try:
+            yield
+        except (OSError, RuntimeError, MemoryError) as error:
+            problem = f"step {self.step} could not be saved ({error})"
+            raise UserError(f"{problem} after this error: {cause}") from error
 
     def _undo_step(self, state: dict[str, Any]) -> None:
         self.checkpointer.optimizer.zero_grad(set_to_none=True)
