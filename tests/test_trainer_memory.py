@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import gc
 import io
 import json
 import shlex
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -320,6 +322,31 @@ def test_the_state_of_the_algorithm_is_that_of_the_last_step(
     assert saved is not None
     state = json.loads((saved / checkpoint.STATE).read_text())
     assert state["lr_search"]["lr"] == repeatable(out, METRICS)[-1]["unlearn/lr"]
+
+
+def test_a_run_that_has_ended_frees_its_weights_without_garbage_collection(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    """Several runs may follow one another in a process. Cycles would fill the memory."""
+    trainer = trainer_of(tmp_path / "run", config)
+    trainer.run()
+    parts = (trainer.backup, trainer.checkpointer.optimizer, trainer.backup.weights[0])
+    alive = [weakref.ref(part) for part in parts]
+    gc.collect()
+    gc.disable()
+    try:
+        del parts, trainer
+        assert [ref() for ref in alive if ref() is not None] == []
+    finally:
+        gc.enable()
+
+
+def test_a_run_that_has_failed_frees_the_copy_of_its_weights(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    trainer = trainer_of(tmp_path / "run", config)
+    failed_third_step(trainer, ("engine", "generate", 1))
+    assert not trainer.backup._copies
 
 
 def test_other_errors_keep_their_traceback(config: RunConfig, tmp_path: Path) -> None:

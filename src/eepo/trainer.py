@@ -84,7 +84,8 @@ class Trainer:
     seconds: float = 0.0  # training time of the finished steps
 
     def __post_init__(self) -> None:
-        self.backup = StepBackup(self.checkpointer.optimizer, self.progress.print)
+        optimizer, name = self.checkpointer.optimizer, self.config.training.optimizer
+        self.backup = StepBackup(optimizer, name, self.progress.print)
 
     @property
     def done(self) -> bool:
@@ -105,6 +106,7 @@ class Trainer:
         finally:
             self.logger.close()
             self.lock.release()
+            self.backup.close()
 
     def _run(self) -> Path:
         if not self.done:
