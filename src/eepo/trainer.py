@@ -5,7 +5,6 @@ It knows no algorithm beyond `step`, `state` and `load_state`.
 
 from __future__ import annotations
 
-import copy
 import math
 import signal
 import threading
@@ -61,7 +60,13 @@ class Algorithm(Protocol):
 
     def step(self, prompts: list[Prompt], sampling: Sampling, metrics: StepMetrics) -> Rollout: ...
 
-    def state(self) -> dict[str, Any]: ...
+    def state(self) -> dict[str, Any]:
+        """Return what a resumed run needs besides θ and the optimizer's state, as JSON values.
+
+        It is called before every step, so it must be fast. A later step must not change the
+        returned values: with them, a step that fails is undone.
+        """
+        ...
 
     def load_state(self, state: Mapping[str, Any]) -> None: ...
 
@@ -208,7 +213,7 @@ class Trainer:
         self, prompts: list[Prompt], sampling: Sampling, metrics: StepMetrics
     ) -> Rollout:
         """Run one step. If it fails, undo it and save the last finished step."""
-        state = copy.deepcopy(self.algorithm.state())
+        state = self.algorithm.state()
         self.backup.take()
         try:
             with out_of_memory.caught() as failures:
