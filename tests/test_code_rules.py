@@ -20,9 +20,15 @@ MAX_TOP_LEVEL_MODULES = 11
 MAX_LINES_OF_ALGORITHM = 150
 
 # The process of a grader sends every error of a user's reward function to its parent, which raises
-# it. A logger that fails is reported and disabled: it must not end a run. Rust libraries have no
-# type for a full disk: `writing` looks at the text of an error, and raises every error again.
-MAY_CATCH_EVERYTHING = {"rewards/worker.py", "runs/loggers.py", "runs/writing.py"}
+# it. The thread of the background grader puts every error into a future, which raises it. A logger
+# that fails is reported and disabled: it must not end a run. Rust libraries have no type for a full
+# disk: `writing` looks at the text of an error, and raises every error again.
+MAY_CATCH_EVERYTHING = {
+    "algorithm/background_grader.py",
+    "rewards/worker.py",
+    "runs/loggers.py",
+    "runs/writing.py",
+}
 # `eepo watch` serves a page on the loopback address only.
 MAY_SERVE = {"reports/watch.py"}
 

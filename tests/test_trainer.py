@@ -199,7 +199,9 @@ def test_a_run_folder_has_records_weights_and_checkpoints(full_run: FullRun) -> 
     names = {path.name for path in full_run.folder.iterdir()}
     records = {METRICS, EVALUATIONS, COMPLETIONS}
     others = {"recipe.toml", "environment.json", "last_checkpoint.json", "final", "checkpoints"}
-    assert names == records | others
+    assert names == records | others | {"finished.json"}
+    finished = json.loads((full_run.folder / "finished.json").read_text())
+    assert finished == {"step": 5, "num_sets": 2}
     checkpoints = sorted(path.name for path in (full_run.folder / "checkpoints").iterdir())
     assert checkpoints == ["step-000004", "step-000005"]
 

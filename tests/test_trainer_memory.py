@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import gc
 import io
 import json
 import shlex
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -227,6 +230,60 @@ def test_a_reward_that_fails_loses_no_step(
     assert_equals(out, full_run)
 
 
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_step_that_is_saved_already_is_saved_again_only_if_damaged(
+    is_damaged: bool, config: RunConfig, tmp_path: Path
+) -> None:
+    trainer = trainer_of(tmp_path / "run", config)
+    save, steps = trainer.checkpointer.save, []
+
+    def count(step: int, state: dict[str, Any]) -> Path:
+        steps.append(step)
+        path = save(step, state)
+        if is_damaged:
+            (path / "model.safetensors").write_bytes(b"")
+        return path
+
+    trainer.checkpointer.save = count  # type: ignore[method-assign]
+    line = failed_third_step(trainer, ("engine", "generate", 1), saved=2)
+    assert "step 2 is saved" in line
+    assert steps == ([2, 2] if is_damaged else [2])
+
+
+FAILURES = {
+    "out of memory": (NO_MEMORY, "out of memory (tried to allocate 2.50 GiB) in the sampling"),
+    "a reward": (UserError("reward: it failed"), "reward: it failed"),
+}
+
+
+@pytest.mark.parametrize(("error", "fragment"), FAILURES.values(), ids=FAILURES)
+def test_an_error_while_a_step_is_undone_does_not_hide_its_cause(
+    error: Exception,
+    fragment: str,
+    config: RunConfig,
+    full_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        full = OSError(errno.ENOSPC, "No space left on device", "model.safetensors")
+        trainer = trainer_of(out, config)
+        save = trainer.checkpointer.save
+
+        def fail_at_step_2(step: int, state: dict[str, Any]) -> Path:
+            if step == 2:
+                raise full
+            return save(step, state)
+
+        patch.setattr(trainer.checkpointer, "save", fail_at_step_2)
+        line = failed_third_step(trainer, ("engine", "generate", 1), saved=1, error=error)
+    assert "step 2 could not be saved ([Errno 28] No space left on device: " in line
+    assert f"after this error: {fragment}" in line
+    trainer_of(out, config, resume=True).run()
+    assert_equals(out, full_run)
+
+
 def test_without_a_finished_step_nothing_is_saved(config: RunConfig, tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path / "run", config)
     fail_at_call(trainer.algorithm.policy, "gradient", 1)  # type: ignore[attr-defined]
@@ -265,6 +322,31 @@ def test_the_state_of_the_algorithm_is_that_of_the_last_step(
     assert saved is not None
     state = json.loads((saved / checkpoint.STATE).read_text())
     assert state["lr_search"]["lr"] == repeatable(out, METRICS)[-1]["unlearn/lr"]
+
+
+def test_a_run_that_has_ended_frees_its_weights_without_garbage_collection(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    """Several runs may follow one another in a process. Cycles would fill the memory."""
+    trainer = trainer_of(tmp_path / "run", config)
+    trainer.run()
+    parts = (trainer.backup, trainer.checkpointer.optimizer, trainer.backup.weights[0])
+    alive = [weakref.ref(part) for part in parts]
+    gc.collect()
+    gc.disable()
+    try:
+        del parts, trainer
+        assert [ref() for ref in alive if ref() is not None] == []
+    finally:
+        gc.enable()
+
+
+def test_a_run_that_has_failed_frees_the_copy_of_its_weights(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    trainer = trainer_of(tmp_path / "run", config)
+    failed_third_step(trainer, ("engine", "generate", 1))
+    assert not trainer.backup._copies
 
 
 def test_other_errors_keep_their_traceback(config: RunConfig, tmp_path: Path) -> None:

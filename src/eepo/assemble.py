@@ -296,7 +296,7 @@ def check_folder(
 def find_start(
     config: RunConfig | WarmupConfig, out: Path, resume: bool, force: bool, progress: Progress
 ) -> Start:
-    """Return where the run in `out` continues. This writes nothing."""
+    """Return where the run in `out` continues. The caller has the folder's lock."""
     check_folder(config, out, resume, force)
     recipe_file = out / "recipe.toml"
     before = recipe.load(type(config), recipe_file) if recipe_file.exists() else config

@@ -5,7 +5,6 @@ It knows no algorithm beyond `step`, `state` and `load_state`.
 
 from __future__ import annotations
 
-import copy
 import math
 import signal
 import threading
@@ -24,18 +23,25 @@ from eepo.model.policy import Policy
 from eepo.model.step_backup import StepBackup
 from eepo.protocols import Task
 from eepo.runs.alarm import ADVICE, AlarmMonitor, Event
-from eepo.runs.checkpoint import Checkpointer, latest, step_of, weights_damage
+from eepo.runs.checkpoint import (
+    Checkpointer,
+    checkpoint_damage,
+    latest,
+    step_of,
+    weights_damage,
+)
 from eepo.runs.jsonl import read_records
 from eepo.runs.lock import RunLock
 from eepo.runs.loggers import Logger, evaluation_scalars, metric_scalars
 from eepo.runs.progress import Bar, Progress
-from eepo.runs.resume import FINAL, save_checkpoint
+from eepo.runs.resume import FINAL, remove_old_final, save_checkpoint, set_final_aside
 from eepo.runs.runlog import (
     ALARMS,
     COMPLETIONS,
     EVALUATIONS,
     METRICS,
     RunLog,
+    needs_no_evaluation,
     resume_command,
 )
 from eepo.types import Prompt, Rollout, Sampling, UserError
@@ -54,7 +60,13 @@ class Algorithm(Protocol):
 
     def step(self, prompts: list[Prompt], sampling: Sampling, metrics: StepMetrics) -> Rollout: ...
 
-    def state(self) -> dict[str, Any]: ...
+    def state(self) -> dict[str, Any]:
+        """Return what a resumed run needs besides θ and the optimizer's state, as JSON values.
+
+        It is called before every step, so it must be fast. A later step must not change the
+        returned values: with them, a step that fails is undone.
+        """
+        ...
 
     def load_state(self, state: Mapping[str, Any]) -> None: ...
 
@@ -77,7 +89,8 @@ class Trainer:
     seconds: float = 0.0  # training time of the finished steps
 
     def __post_init__(self) -> None:
-        self.backup = StepBackup(self.checkpointer.optimizer, self.progress.print)
+        optimizer, name = self.checkpointer.optimizer, self.config.training.optimizer
+        self.backup = StepBackup(optimizer, name, self.progress.print)
 
     @property
     def done(self) -> bool:
@@ -98,8 +111,11 @@ class Trainer:
         finally:
             self.logger.close()
             self.lock.release()
+            self.backup.close()
 
     def _run(self) -> Path:
+        if not self.done:
+            set_final_aside(self.log.folder)
         if self.step == 0 and not self.log.has_evaluation(0, "full", "quick"):
             self._evaluate_start()
         with self._training_bar() as bar, _stop_signals() as stop:
@@ -115,7 +131,9 @@ class Trainer:
         return self._finish()
 
     def _finish(self) -> Path:
-        final, evaluated = self.log.folder / FINAL, self.log.has_evaluation(self.step, "full")
+        final = self.log.folder / FINAL
+        evaluated = self.log.has_evaluation(self.step, "full")
+        evaluated |= needs_no_evaluation(self.log.folder, self.step)
         damage = weights_damage(final)
         if damage and final.exists():
             self.progress.print(f"note: {final} is damaged: {damage}; it is written again")
@@ -125,6 +143,8 @@ class Trainer:
             self._full_evaluation()
         if not self.step:
             self.log.append(METRICS)  # an empty file: reports recognise a run by it
+        self.log.write_finished(self.step, len(self.task.evaluation_sets()))
+        remove_old_final(self.log.folder)
         return final
 
     def _checkpoint_due(self) -> bool:
@@ -193,22 +213,39 @@ class Trainer:
         self, prompts: list[Prompt], sampling: Sampling, metrics: StepMetrics
     ) -> Rollout:
         """Run one step. If it fails, undo it and save the last finished step."""
-        state = copy.deepcopy(self.algorithm.state())
+        state = self.algorithm.state()
         self.backup.take()
         try:
             with out_of_memory.caught() as failures:
                 return self.algorithm.step(prompts, sampling, metrics)
-        except UserError:  # of a reward, or a gradient that is not finite
-            self._undo_step(state)
+        except UserError as error:  # of a reward, or a gradient that is not finite
+            with self._naming(error):
+                self._undo_step(state)
             raise
-        self._undo_step(state)
+        with self._naming(self._out_of_memory(failures, metrics.last_phase)):
+            self._undo_step(state)
         raise self._out_of_memory(failures, metrics.last_phase)
+
+    @contextmanager
+    def _naming(self, cause: UserError) -> Iterator[None]:
+        """Add to an error of the block why the step is undone."""
+        try:
+            yield
+        except (OSError, RuntimeError, MemoryError) as error:
+            problem = f"step {self.step} could not be saved ({error})"
+            raise UserError(f"{problem} after this error: {cause}") from error
 
     def _undo_step(self, state: dict[str, Any]) -> None:
         self.checkpointer.optimizer.zero_grad(set_to_none=True)
         if self.backup.restore() and self.step:
             self.algorithm.load_state(state)
-            self._save()
+            if not self._is_saved():
+                self._save()
+
+    def _is_saved(self) -> bool:
+        """Return whether the last finished step has an intact checkpoint."""
+        saved = latest(self.checkpointer.folder)
+        return saved is not None and step_of(saved) == self.step and not checkpoint_damage(saved)
 
     def _out_of_memory(self, failures: list[str], phase: str) -> UserError:
         """Say in which phase memory ran out, what to change, and which step is saved."""
@@ -289,15 +326,17 @@ def trained_seconds(folder: Path) -> float:
 def is_finished(config: RunConfig, folder: Path) -> bool:
     """Return whether the run in `folder` is complete and undamaged.
 
-    The full evaluation is the last record of a run.
+    The full evaluation is the last record of a run, if its task has evaluation sets.
     """
-    files = (folder / METRICS, folder / EVALUATIONS)
-    if not all(path.is_file() for path in files):
+    if not (folder / METRICS).is_file():
         return False
     damage: list[str] = []
-    metrics, evaluations = (list(read_records(path, damage.append)) for path in files)
+    files = [path for path in (folder / METRICS, folder / EVALUATIONS) if path.is_file()]
+    metrics, *others = (list(read_records(path, damage.append)) for path in files)
     step = max((row["step"] for row in metrics), default=0)
-    evaluated = any(row["step"] == step and row.get("kind") == "full" for row in evaluations)
+    evaluations = [row for rows in others for row in rows if row["step"] == step]
+    evaluated = any(row.get("kind") == "full" for row in evaluations)
+    evaluated |= needs_no_evaluation(folder, step)
     limit = config.training.max_seconds
     enough = step >= config.training.num_steps or 0 < limit <= trained_seconds(folder)
     return evaluated and enough and not damage and not weights_damage(folder / FINAL)

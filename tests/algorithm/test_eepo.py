@@ -380,6 +380,20 @@ def test_state_is_json_and_restores_the_next_step_bit_for_bit(
     assert state["gate_history"] == [0.1, 0.02]  # a loaded state is not shared
 
 
+@pytest.mark.parametrize("knobs", [{"gate": "step"}, {"outcome_bonus": 0.5}], ids=str)
+def test_a_later_step_does_not_change_a_state(
+    knobs: dict[str, Any], build_eepo: Any, sampling: Sampling, demo_prompts: list[Prompt]
+) -> None:
+    """The trainer undoes a failed step with the state that it took before."""
+    algorithm = build_eepo(unlearn_lr="auto", **knobs)
+    for _ in range(2):
+        state = algorithm.state()
+        before = json.dumps(state)
+        algorithm.step(demo_prompts[:2], sampling, StepMetrics())
+        assert json.dumps(state) == before
+        assert algorithm.state() != state
+
+
 # --- the update
 
 

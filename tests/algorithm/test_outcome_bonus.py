@@ -75,6 +75,21 @@ def test_a_resumed_history_gives_the_same_bonus() -> None:
     assert second.state() == first.state()
 
 
+def test_a_later_step_does_not_change_a_state() -> None:
+    """The trainer keeps the state before each step. It does not copy all counters."""
+    history = AnswerHistory(OPTIONS)
+    history.bonus(rollout_of({"a": ["7"] * 4, "b": ["8"] * 4}))
+    state = history.state()
+    before = json.dumps(state)
+    history.bonus(rollout_of({"a": ["7", "7", "9", "9"], "c": ["1"] * 4}))
+    assert json.dumps(state) == before
+    shared = [counts for counts in history.state()["answers"].values() if len(counts) == 1]
+    assert any(counts is other for counts in shared for other in state["answers"].values())
+    history.load_state(state)
+    history.bonus(rollout_of({"a": ["7"] * 4}))
+    assert json.dumps(state) == before
+
+
 def test_the_oldest_prompts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outcome_bonus, "MAX_PROMPTS", 2)
     history = AnswerHistory(OPTIONS)

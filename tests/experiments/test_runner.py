@@ -11,7 +11,8 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 from rich.console import Console
@@ -46,6 +47,7 @@ TINY = [
     "evaluation.every=0",
     "evaluation.start=false",
 ]
+BENCHMARKS = {"samples": 2, "template": "{problem}", "max_new_tokens": 8}
 NO_MODEL = "model.path=/no/such/model"
 
 
@@ -62,6 +64,30 @@ def progress() -> tuple[runner.Progress, io.StringIO]:
 def run(experiment: Experiment, num_jobs: int = 1) -> tuple[Outcome, str]:
     shown, text = progress()
     return run_in_processes(experiment, Selection(), num_jobs, shown), text.getvalue()
+
+
+def sums(folder: Path) -> str:
+    """Write a file with two problems, and return its path."""
+    rows = [
+        {"problem": "1 2 3 4 = 10 :", "answer": "10"},
+        {"problem": "2 3 4 5 = 14 :", "answer": "14"},
+    ]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder / "sums.jsonl")
+
+
+def make_without_sets(tmp_path: Path, has_benchmarks: bool = True) -> Experiment:
+    """Return a plan whose task has no evaluation sets."""
+    problems = sums(tmp_path)
+    (tmp_path / "recipe.toml").write_text(
+        f'[task]\nname = "dataset"\ntrain = "{problems}"\ntemplate = "{{problem}}"\n'
+        '[reward]\nname = "exact"\n'
+    )
+    knobs = [knob for knob in TINY if not knob.startswith("task.")]
+    changes: dict[str, Any] = {"recipe": str(tmp_path / "recipe.toml"), "set": knobs}
+    if has_benchmarks:
+        changes["benchmarks"] = BENCHMARKS | {"names": [problems]}
+    return make(tmp_path / "out", {"grpo": {}}, **changes)
 
 
 def recorded(out: Path, phase: str = "report") -> list[tuple[str, str, int]]:
@@ -159,18 +185,7 @@ def test_an_untrained_model_is_a_row_of_the_table(tmp_path: Path, steps: list[st
 
 
 def test_runs_are_evaluated_on_benchmarks(tmp_path: Path, steps: list[str]) -> None:
-    problems = tmp_path / "sums.jsonl"
-    rows = [
-        {"problem": "1 2 3 4 = 10 :", "answer": "10"},
-        {"problem": "2 3 4 5 = 14 :", "answer": "14"},
-    ]
-    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    benchmarks = {
-        "names": [str(problems)],
-        "samples": 2,
-        "template": "{problem}",
-        "max_new_tokens": 8,
-    }
+    benchmarks = BENCHMARKS | {"names": [sums(tmp_path)]}
     out = tmp_path / "out"
     run_here(make(out, {"grpo": {}}), Selection(), progress()[0])
     experiment = make(out, {"grpo": {}}, benchmarks=benchmarks)
@@ -187,7 +202,51 @@ def test_runs_are_evaluated_on_benchmarks(tmp_path: Path, steps: list[str]) -> N
     assert words[words.index("--samples") + 1] == "2"
 
 
+def test_a_finished_run_without_evaluation_sets_is_not_trained_again(
+    tmp_path: Path, steps: list[str]
+) -> None:
+    for _ in range(2):
+        run_here(make_without_sets(tmp_path), Selection(), progress()[0])
+    assert steps == ["grpo"]
+    assert recorded(tmp_path / "out") == [("grpo", "", 0)]
+
+
 # --- in processes
+
+
+class Idle:
+    """Starts jobs that end at once, without an error and without a result."""
+
+    commands: ClassVar[list[str]] = []
+
+    def __init__(self, environment: Any) -> None:
+        self.commands.clear()
+
+    def __call__(self, job: Job, environment: Any, inherited: Sequence[int]) -> Process:
+        self.commands.append(job.command[3])
+        assert len(self.commands) < 5, "the job is started again and again"
+        job.log.parent.mkdir(parents=True, exist_ok=True)
+        return SimpleNamespace(pid=len(self.commands), poll=lambda: 0)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_job_that_ends_without_a_result_has_failed(
+    trained: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if trained:
+        run_here(make_without_sets(tmp_path, has_benchmarks=False), Selection(), progress()[0])
+    monkeypatch.setattr(runner, "WarmStarter", Idle)
+    outcome, _ = run(make_without_sets(tmp_path))
+    assert Idle.commands == [["train", "eval"][trained]]
+    assert "ended without an error, but is not finished" in outcome.failed["grpo seed 0"]
+    assert outcome.num_done == 0
+
+
+@pytest.mark.slow
+def test_runs_without_evaluation_sets_are_evaluated_on_benchmarks(tmp_path: Path) -> None:
+    outcome, _ = run(make_without_sets(tmp_path))
+    assert (outcome.num_done, outcome.failed) == (1, {})
+    assert [path.parent.name for path in tmp_path.rglob("results.json")] == ["benchmarks"]
 
 
 class Killer:

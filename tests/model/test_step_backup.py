@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +53,7 @@ def values(weights: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> lis
 @pytest.mark.parametrize("device", DEVICES)
 def test_updates_are_undone(name: str, num_before: int, device: str) -> None:
     weights, optimizer, notes = new_parts(name, device)
-    backup = StepBackup(optimizer, notes.append)
+    backup = StepBackup(optimizer, name, notes.append)
     for _ in range(num_before):
         backup.take()
         update(weights, optimizer)
@@ -70,7 +72,7 @@ def test_updates_are_undone(name: str, num_before: int, device: str) -> None:
 def test_large_tensors_are_copied_in_parts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_backup, "QUEUED_BYTES", 60)  # two rows of 28 bytes, of five
     weights, optimizer, notes = new_parts("adamw", device)
-    backup = StepBackup(optimizer, notes.append)
+    backup = StepBackup(optimizer, "adamw", notes.append)
     assert [len(part) for part in step_backup._parts(weights[0])] == [2, 2, 1]
     update(weights, optimizer)
     before = values(weights, optimizer)
@@ -83,7 +85,7 @@ def test_large_tensors_are_copied_in_parts(device: str, monkeypatch: pytest.Monk
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_graphs_are_captured_while_the_copy_is_made(new_model: Any, tokenizer: Any) -> None:
     weight = nn.Parameter(torch.zeros(2**30, device="cuda"))  # 4 GiB: about 0.1 s
-    backup = StepBackup(torch.optim.SGD([weight], lr=0.1), print)
+    backup = StepBackup(torch.optim.SGD([weight], lr=0.1), "adamw", print)
     backup.take()  # allocates
     model = new_model("llama").to("cuda", torch.bfloat16)
     engine = PagedEngine(model, tokenizer, max_rows=8, keep_bytes=0)
@@ -98,7 +100,7 @@ def test_graphs_are_captured_while_the_copy_is_made(new_model: Any, tokenizer: A
 
 def test_without_an_update_there_is_nothing_to_undo() -> None:
     weights, optimizer, notes = new_parts("adamw")
-    backup = StepBackup(optimizer, notes.append)
+    backup = StepBackup(optimizer, "adamw", notes.append)
     update(weights, optimizer)
     backup.take()
     with torch.no_grad():
@@ -110,7 +112,7 @@ def test_without_an_update_there_is_nothing_to_undo() -> None:
 def test_a_copy_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     weights, optimizer, notes = new_parts("adamw")
     monkeypatch.setattr(step_backup, "free_memory", lambda device: 300)
-    backup = StepBackup(optimizer, notes.append)
+    backup = StepBackup(optimizer, "adamw", notes.append)
     backup.take()  # 156 bytes of weights are more than half
     assert len(notes) == 1
     assert "in host memory (it needs 0 MiB, 0 MiB are free)" in notes[0]
@@ -121,9 +123,62 @@ def test_a_copy_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -
     assert len(notes) == 1
 
 
+@pytest.mark.parametrize(("free", "is_copied"), [(936, True), (935, False)])
+def test_whether_weights_and_moments_fit_is_decided_once(
+    free: int, is_copied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """39 weights and their moments take 468 bytes. What is free later includes the first copy."""
+    weights, optimizer, notes = new_parts("adamw")
+    found = iter([free])
+    monkeypatch.setattr(step_backup, "free_memory", lambda device: next(found))
+    backup = StepBackup(optimizer, "adamw", notes.append)
+    for _ in range(3):
+        backup.take()
+        update(weights, optimizer)
+    assert backup.restore() == is_copied
+    assert len(notes) == (not is_copied)
+
+
+def test_memory_is_allocated_only_for_what_has_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, optimizer, notes = new_parts("adamw")
+    backup = StepBackup(optimizer, "adamw", notes.append)
+    sizes, allocate = [], backup._new_buffer
+
+    def count(size: int) -> torch.Tensor:
+        sizes.append(size)
+        return allocate(size)
+
+    monkeypatch.setattr(backup, "_new_buffer", count)
+    for _ in range(4):
+        backup.take()
+        update(weights, optimizer)
+    assert len(sizes) == 2, "weights in the first step, moments in the second"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_closed_backup_keeps_nothing_in_memory(device: str) -> None:
+    """Not even until Python's garbage collector looks for cycles."""
+    weights, optimizer, notes = new_parts("adamw", device)
+    backup = StepBackup(optimizer, "adamw", notes.append)
+    for _ in range(2):
+        backup.take()
+        update(weights, optimizer)
+    parts = [*weights, *backup._copies.values(), *optimizer.state[weights[0]].values()]
+    alive = [weakref.ref(part) for part in (*parts, *backup._pinned, optimizer, backup)]
+    gc.collect()
+    gc.disable()
+    try:
+        backup.close()
+        del backup, optimizer, parts
+        weights.clear()
+        assert [ref() for ref in alive if ref() is not None] == []
+    finally:
+        gc.enable()
+
+
 def test_an_allocation_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     weights, optimizer, notes = new_parts("adamw")
-    backup = StepBackup(optimizer, notes.append)
+    backup = StepBackup(optimizer, "adamw", notes.append)
     backup.take()
 
     def fail(*_: object, **__: object) -> None:

@@ -279,6 +279,21 @@ import os; os._exit(1)
 
 
 @linux_only
+def test_no_process_is_started_again_while_python_ends(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python stops the processes at its end, while a daemon thread may still grade."""
+    reward = pool()
+    assert grade(reward, "right")[0].reward == 1
+    for worker in reward._workers:
+        worker.stop()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.main_thread(), "is_alive", lambda: False)
+        with pytest.raises(UserError, match="interrupted by the end of the process"):
+            grade(reward, "right")
+    assert grade(reward, "right")[0].reward == 1
+
+
 def test_processes_of_a_function_end_with_the_pool(pool: Pool) -> None:
     reward = pool(num_workers=1)
     session = int(grade(reward, "session")[0].reward)

@@ -21,12 +21,13 @@ from eepo import assemble, recipe
 from eepo.algorithm import StepMetrics
 from eepo.assemble import build_trainer
 from eepo.config import ModelConfig, RunConfig
+from eepo.evaluation.trained_run import find_run
 from eepo.model import loading
 from eepo.runs import checkpoint
 from eepo.runs.checksums import CHECKSUMS
 from eepo.runs.jsonl import read_records
 from eepo.runs.progress import Progress
-from eepo.runs.runlog import COMPLETIONS, EVALUATIONS, LAST_CHECKPOINT, METRICS
+from eepo.runs.runlog import COMPLETIONS, EVALUATIONS, FINISHED, LAST_CHECKPOINT, METRICS
 from eepo.tasks.countdown import build_tokenizer
 from eepo.trainer import is_finished
 from eepo.types import Completion, Prompt, Rollout, Sampling, UserError, Verdict
@@ -322,6 +323,44 @@ def test_with_force_a_run_without_checkpoints_starts_again_and_keeps_copies(
     assert_same_run(copy, finished.folder)
 
 
+def hide(folder: Path, step: int) -> Path:
+    """Rename a checkpoint as `publish` and `prune` do before they replace or remove it."""
+    path = folder / "checkpoints" / f"step-{step:06d}"
+    return path.rename(path.with_name(f".old-{path.name}.4242"))
+
+
+def test_a_checkpoint_whose_replacement_was_killed_is_recovered(
+    finished: Finished, copy: Path
+) -> None:
+    hide(copy, 4)
+    assert notes(run(finished.config, copy)) == []
+    assert contents(copy) == contents(finished.folder)
+
+
+def test_a_damaged_checkpoint_whose_replacement_was_killed_is_not_recovered(
+    finished: Finished, copy: Path
+) -> None:
+    flip_bit(hide(copy, 4) / "model.safetensors")
+    assert "note: continues after step 3" in run(finished.config, copy)
+    assert_same_run(copy, finished.folder)
+    assert not list((copy / "checkpoints").glob(".*"))
+
+
+def test_a_removed_checkpoint_is_recovered_only_if_newer_ones_are_damaged(
+    finished: Finished, copy: Path
+) -> None:
+    hide(copy, 3)
+    run(finished.config, copy)
+    names = [path.name for path in (copy / "checkpoints").iterdir()]
+    assert names == ["step-000004"]
+    copy_3 = finished.folder / "checkpoints" / "step-000003"
+    shutil.copytree(copy_3, copy / "checkpoints" / copy_3.name)
+    hide(copy, 3)
+    flip_bit(copy / "checkpoints" / "step-000004" / "model.safetensors")
+    assert "note: continues after step 3" in run(finished.config, copy)
+    assert_same_run(copy, finished.folder)
+
+
 # --- missing checkpoints
 
 
@@ -399,7 +438,7 @@ def test_after_a_fallback_an_ordinary_resume_prints_nothing(finished: Finished, 
 
 def as_older_version(folder: Path) -> None:
     """Remove what older versions did not write."""
-    for path in [*folder.rglob(CHECKSUMS), folder / LAST_CHECKPOINT]:
+    for path in [*folder.rglob(CHECKSUMS), folder / LAST_CHECKPOINT, folder / FINISHED]:
         path.unlink(missing_ok=True)
     for path in folder.rglob(checkpoint.STATE):
         state = json.loads(path.read_text())
@@ -569,6 +608,59 @@ def test_leftovers_of_a_kill_are_removed_at_the_next_start(finished: Finished, c
     assert not any(leftover.exists() for leftover in leftovers)
 
 
+class Killed(BaseException):
+    """Simulates a kill."""
+
+
+def die(*args: Any) -> Any:
+    raise Killed
+
+
+@pytest.mark.parametrize("step", [4, 5])
+def test_final_weights_of_an_extended_run_are_not_used_until_it_is_complete(
+    step: int, finished: Finished, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longer, old = with_training(finished.config, num_steps=6), contents(copy / "final")
+    with monkeypatch.context() as patch:
+        train = Descent.step
+
+        def train_or_die(self: Descent, *args: Any) -> Rollout:
+            if self.count == 2 * step:
+                raise Killed
+            return train(self, *args)
+
+        patch.setattr(Descent, "step", train_or_die)
+        with pytest.raises(Killed):
+            run(longer, copy)
+    assert loading.resolve(str(copy)) == str(copy / "checkpoints" / f"step-00000{step}")
+    found = find_run(str(copy))
+    assert found is not None
+    assert found.step == step
+    assert not is_finished(finished.config, copy)
+    assert contents(copy / "old-final") == old
+    run(longer, copy)
+    full = tmp_path / "full"
+    run(longer, full, resume=False)
+    assert contents(copy / "final") == contents(full / "final")
+    assert contents(copy).keys() == contents(full).keys()
+
+
+def test_final_weights_without_checkpoints_are_kept_until_there_are_new_ones(
+    finished: Finished, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove_checkpoints(copy)
+    old = contents(copy / "final")
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.Checkpointer, "save_final", die)
+        for _ in range(2):
+            with pytest.raises(Killed):
+                run(finished.config, copy, force=True)
+            assert contents(copy / "old-final") == old
+    run(finished.config, copy)
+    assert not (copy / "old-final").exists()
+    assert_same_weights(copy, finished.folder)
+
+
 @DAMAGE
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 def test_damaged_final_weights_are_noticed_and_written_again(
@@ -590,6 +682,29 @@ def test_weights_without_checksums_load(finished: Finished, copy: Path) -> None:
     (copy / "final" / CHECKSUMS).unlink()
     assert is_finished(finished.config, copy)
     loading.load_model(ModelConfig(path=str(copy)), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", [METRICS, EVALUATIONS])
+def test_a_run_without_its_records_is_not_finished(
+    name: str, finished: Finished, copy: Path
+) -> None:
+    for lose in (lambda path: path.write_bytes(b""), Path.unlink):
+        assert is_finished(finished.config, copy)
+        lose(copy / name)
+        assert not is_finished(finished.config, copy)
+        shutil.rmtree(copy)
+        shutil.copytree(finished.folder, copy)
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_mark_of_a_finished_run_is_written_again(
+    damage: Callable[[Path], Any], finished: Finished, copy: Path
+) -> None:
+    """The evaluations tell that the run is finished, as in an older version."""
+    damage(copy / FINISHED)
+    assert is_finished(finished.config, copy)
+    run(finished.config, copy)
+    assert contents(copy) == contents(finished.folder)
 
 
 @pytest.mark.parametrize("name", [METRICS, EVALUATIONS])

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 from eepo.protocols import Reward
 from eepo.types import Completion, Prompt, Verdict
 
 
 class BackgroundGrader:
-    """Runs a reward in one thread, in the order of submission."""
+    """Runs a reward in the order of submission, one batch at a time.
+
+    Its threads are daemons, so that Python can end while a batch is graded. It would wait for the
+    threads of a `ThreadPoolExecutor`.
+    """
 
     def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="grading")
+        self._last: threading.Thread | None = None
 
     def submit(
         self, reward: Reward, prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]
@@ -21,4 +26,17 @@ class BackgroundGrader:
         """Start to grade all groups. The verdicts are flat, group by group."""
         owners = [prompt for prompt, group in zip(prompts, groups, strict=True) for _ in group]
         texts = [completion.text for group in groups for completion in group]
-        return self._executor.submit(reward.grade, owners, texts)
+        verdicts: Future[list[Verdict]] = Future()
+        previous = self._last
+
+        def grade() -> None:
+            if previous:
+                previous.join()
+            try:
+                verdicts.set_result(reward.grade(owners, texts))
+            except BaseException as error:
+                verdicts.set_exception(error)
+
+        self._last = threading.Thread(target=grade, name="grading", daemon=True)
+        self._last.start()
+        return verdicts

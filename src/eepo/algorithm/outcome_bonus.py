@@ -44,7 +44,8 @@ class AnswerHistory:
         ]
 
     def _count(self, key: str, verdicts: Sequence[Verdict]) -> None:
-        counts = self._counts.pop(key, Counter())  # the newest prompts are at the end
+        # A copy, because `state` shares the counters. The newest prompts are at the end.
+        counts = Counter(self._counts.pop(key, ()))
         counts.update(_digest(v.answer) for v in verdicts if v.answer is not None)
         self._counts[key] = counts
         if len(self._counts) > MAX_PROMPTS:
@@ -56,9 +57,8 @@ class AnswerHistory:
         return [0 if v.answer is None else counts[_digest(v.answer)] for v in verdicts]
 
     def state(self) -> dict[str, Any]:
-        """Return what a resumed run needs."""
-        answers = {key: dict(counts) for key, counts in self._counts.items()}
-        return {"answers": answers} if self._weight else {}
+        """Return what a resumed run needs. No later step changes it."""
+        return {"answers": dict(self._counts)} if self._weight else {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._counts = {key: Counter(value) for key, value in state.get("answers", {}).items()}

@@ -342,7 +342,8 @@ def _settings(knobs: dict[str, Any]) -> str:
 
 @check("host copy", needs=("model",))
 def check_host_copy(context: Context) -> Iterator[Finding]:
-    size = memory.host_copy_bytes(context.shape, context.config)
+    optimizer = context.config.training.optimizer
+    size = memory.host_copy_bytes(context.shape.num_trained, optimizer)
     free = memory.free_memory(torch.device("cpu"))
     if free is None:
         return
@@ -350,7 +351,7 @@ def check_host_copy(context: Context) -> Iterator[Finding]:
         f"the copy that undoes a failed step takes {memory.format_bytes(size)} of "
         f"{memory.format_bytes(free)} free host memory"
     )
-    if size <= memory.HOST_COPY_SHARE * free:
+    if memory.host_copy_fits(size, free):
         yield Finding("ok", "host copy", text)
     else:
         advice = (

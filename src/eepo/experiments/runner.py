@@ -257,17 +257,20 @@ class _Workers:
         """Return jobs for the runs that can start now."""
         runs = self.schedule.ready()
         self._runs |= {self.experiment.title(run): run for run in runs}
-        return [self._job(run) for run in runs]
+        return [self._next_job(run) or self._training(run) for run in runs]
 
     def on_exit(self, job: Job, code: int) -> list[Job]:
         """Record the run, and return the jobs that can run now."""
         run = self._runs[job.title]
-        if not code and self.experiment.lacks_benchmarks(run):
-            return [self._job(run)]
+        next_job = None if code else self._next_job(run)
+        if next_job and next_job.log != job.log:
+            return [next_job]
         self._running.discard(job.title)
         self.lock.list_running(sorted(self._running))
         if code:
-            self._fail(job, code)
+            self._fail(job, failure_reason(job, code))
+        elif next_job:  # it would do the same again
+            self._fail(job, f"ended without an error, but is not finished; see {job.log}")
         else:
             complete(self.experiment, run)
             self.schedule.finish(run)
@@ -280,21 +283,27 @@ class _Workers:
             "stopping: runs end after their current step; stop again to end them at once"
         )
 
-    def _fail(self, job: Job, code: int) -> None:
-        reason = failure_reason(job, code)
+    def _fail(self, job: Job, reason: str) -> None:
         self.outcome.failed[job.title] = reason
         write_atomically(job.log.parent / FAILED, reason + "\n")
         self.progress.print(f"failed: {job.title}: {reason}")
 
-    def _job(self, run: Run) -> Job:
-        """Return the next job of a run: its training, then its benchmarks."""
-        benchmarks, folder = self.experiment.plan.benchmarks, self.experiment.folder(run)
-        if benchmarks and is_trained(self.experiment, run):
-            command = benchmark_command(self.experiment, run, benchmarks)
-            log = folder / BENCHMARKS_LOG
-        else:
-            command, log = train_command(self.experiment, run), folder / LOG
-        return Job(self.experiment.title(run), (sys.executable, "-m", *command), log)
+    def _next_job(self, run: Run) -> Job | None:
+        """Return the next job of a run: its training, then its benchmarks; None if it is done."""
+        if not is_trained(self.experiment, run):
+            return self._training(run)
+        benchmarks = self.experiment.plan.benchmarks
+        if benchmarks is None or not self.experiment.lacks_benchmarks(run):
+            return None
+        command = benchmark_command(self.experiment, run, benchmarks)
+        return self._job(run, command, BENCHMARKS_LOG)
+
+    def _training(self, run: Run) -> Job:
+        return self._job(run, train_command(self.experiment, run), LOG)
+
+    def _job(self, run: Run, command: tuple[str, ...], log: str) -> Job:
+        words = (sys.executable, "-m", *command)
+        return Job(self.experiment.title(run), words, self.experiment.folder(run) / log)
 
 
 def _train_here(experiment: Experiment, run: Run, progress: Progress, finished: str) -> None:

@@ -271,9 +271,14 @@ def optimizer_bytes(shape: Shape, config: RunConfig) -> int:
     return int(MOMENT_BYTES[config.training.optimizer] * shape.num_trained)
 
 
-def host_copy_bytes(shape: Shape, config: RunConfig) -> int:
+def host_copy_bytes(num_trained: int, optimizer: str) -> int:
     """Return the host memory of the copy with which a failed step is undone."""
-    return FP32_BYTES * shape.num_trained + optimizer_bytes(shape, config)
+    return int((FP32_BYTES + MOMENT_BYTES[optimizer]) * num_trained)
+
+
+def host_copy_fits(size: int, free: int | None) -> bool:
+    """Return whether the copy is made. None: the free host memory is not known."""
+    return free is None or size <= HOST_COPY_SHARE * free
 
 
 def checkpoint_bytes(shape: Shape, config: RunConfig) -> int:

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 
-from eepo.model.memory import HOST_COPY_SHARE, format_bytes, free_memory
+from eepo.model.memory import format_bytes, free_memory, host_copy_bytes, host_copy_fits
 from eepo.model.pinned import PinnedMemory
 from eepo.runs.memory_errors import is_out_of_memory
 
@@ -27,10 +27,15 @@ Key = tuple[int, str]  # index of the weight, and entry of its state ("": the we
 
 
 class StepBackup:
-    """Copies everything that `optimizer` changes. Call `take` before a step."""
+    """Copies everything that `optimizer` changes. Call `take` before a step, `close` at the end.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, note: Callable[[str], None]) -> None:
-        self.optimizer, self.note = optimizer, note
+    `name` is that of the optimizer in recipes. Prints a note if the copy does not fit.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, name: str, note: Callable[[str], None]
+    ) -> None:
+        self.optimizer, self.name, self.note = optimizer, name, note
         self.enabled = True
         self.updated = False  # whether an update has begun since `take`
         self.weights: list[nn.Parameter] = [w for g in optimizer.param_groups for w in g["params"]]
@@ -40,7 +45,7 @@ class StepBackup:
         self._copying: Future[None] | None = None
         self._copies: dict[Key, Tensor] = {}
         self._pinned: list[PinnedMemory] = []  # what the copies are slices of
-        optimizer.register_step_pre_hook(lambda *_: self._before_update())
+        self._hook = optimizer.register_step_pre_hook(lambda *_: self._before_update())
 
     def take(self) -> None:
         """Start to copy. On a GPU this returns before the copy is complete."""
@@ -70,6 +75,18 @@ class StepBackup:
         self.updated = False
         return True
 
+    def close(self) -> None:
+        """Free the copies, and remove the hook: with it, they would live as long as the weights.
+
+        Nothing may be called after this.
+        """
+        self._hook.remove()
+        self._executor.shutdown()
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._copies.clear()
+        self._pinned.clear()
+
     def _before_update(self) -> None:
         self.updated = True
         self._wait()
@@ -90,17 +107,24 @@ class StepBackup:
     def _allocate(self) -> None:
         """Allocate what has no copy yet: all weights in the first step, moments in the second."""
         missing = {key: tensor for key, tensor in self._tensors() if key not in self._copies}
-        size = sum(tensor.nbytes for tensor in missing.values())
-        free = free_memory(torch.device("cpu"))
-        if free is not None and size > HOST_COPY_SHARE * free:
-            self._give_up(f"it needs {format_bytes(size)}, {format_bytes(free)} are free")
+        if not missing or not (self._copies or self._fits()):
             return
+        size = _padded_size(missing.values())
         try:
-            self._copies |= _slices(self._new_buffer(_padded_size(missing.values())), missing)
+            self._copies |= _slices(self._new_buffer(size), missing)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             self._give_up(f"{format_bytes(size)} could not be allocated")
+
+    def _fits(self) -> bool:
+        """Decide once, before the first copy, whether weights and moments fit together."""
+        size = host_copy_bytes(sum(weight.numel() for weight in self.weights), self.name)
+        free = free_memory(torch.device("cpu"))
+        if host_copy_fits(size, free):
+            return True
+        self._give_up(f"it needs {format_bytes(size)}, {format_bytes(free or 0)} are free")
+        return False
 
     def _new_buffer(self, size: int) -> Tensor:
         if self._stream is None:

@@ -208,6 +208,8 @@ class _Worker:
     def send(self, item_index: int, problem: str, text: str) -> None:
         """Send a request. `problem` is JSON already."""
         if not self.stop.alive:  # it was stopped
+            if not threading.main_thread().is_alive():  # by Python, which ends
+                raise UserError("grading was interrupted by the end of the process")
             self._start()
         self.item_index, self._sent_at, self._num_sends = item_index, time.monotonic(), 0
         # Random, so that a function cannot reply to a request that it has not received.

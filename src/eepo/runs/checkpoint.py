@@ -31,6 +31,7 @@ from eepo.types import UserError
 TRAINING, STATE = "training.safetensors", "state.json"
 RNG = "rng"
 _NAME = re.compile(r"step-(\d{6,})")
+_OLD_NAME = re.compile(r"\.old-step-(\d{6,})\.\d+")  # while it is replaced or removed
 
 
 class Weights(Protocol):
@@ -139,6 +140,23 @@ def publish(temporary: Path, final: Path) -> Path:
     return final
 
 
+def recover(folder: Path) -> None:
+    """Give a checkpoint its name back if a process was killed while it replaced it (`publish`).
+
+    If a newer checkpoint is intact, the old one was being removed (`prune`) and is not needed.
+    """
+    old = [path for path in folder.glob(".old-*") if _OLD_NAME.fullmatch(path.name)]
+    for path in sorted(old, key=step_of):
+        final = folder / f"step-{step_of(path):06d}"
+        newer = (each for each in list_checkpoints(folder) if step_of(each) >= step_of(path))
+        if (
+            not final.exists()
+            and all(map(checkpoint_damage, newer))
+            and not checkpoint_damage(path)
+        ):
+            os.rename(path, final)
+
+
 def latest(folder: Path) -> Path | None:
     """Return the newest complete checkpoint. It may be damaged: see `checkpoint_damage`."""
     checkpoints = list_checkpoints(folder)
@@ -146,7 +164,7 @@ def latest(folder: Path) -> Path | None:
 
 
 def step_of(checkpoint: Path) -> int:
-    match = _NAME.fullmatch(checkpoint.name)
+    match = _NAME.fullmatch(checkpoint.name) or _OLD_NAME.fullmatch(checkpoint.name)
     if match is None:
         raise ValueError(f"{checkpoint} is not the name of a checkpoint")
     return int(match.group(1))

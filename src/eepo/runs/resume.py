@@ -8,6 +8,7 @@ the records are kept. If no checkpoint is left, the run does not start without `
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,15 +19,17 @@ from eepo.runs.checkpoint import (
     checkpoint_damage,
     list_checkpoints,
     read_state,
+    recover,
     remove_leftovers,
     step_of,
 )
 from eepo.runs.jsonl import parse_json, read_records
-from eepo.runs.runlog import LAST_CHECKPOINT, METRICS, RECORDS, RunLog
+from eepo.runs.runlog import FINISHED, LAST_CHECKPOINT, METRICS, RECORDS, RunLog
 from eepo.runs.writing import free_name
 from eepo.types import UserError
 
 CHECKPOINTS, FINAL = "checkpoints", "final"
+OLD_FINAL = "old-final"  # final weights of a run that trains more steps, until it is complete again
 NUM_ROWS = "num_rows"  # key of the state: rows of each file of records
 
 
@@ -52,12 +55,14 @@ def save_checkpoint(
 
 
 def find_start(out: Path, checkpoint_every: int, force: bool, command: str) -> Start:
-    """Return the newest intact checkpoint of a run, or step 1. This writes nothing.
+    """Return the newest intact checkpoint of a run, or step 1.
 
+    This changes nothing, except that it recovers a checkpoint whose replacement was interrupted.
     `command` resumes the run; error messages suggest it with `--force`.
     """
     folder = out / CHECKPOINTS
     _check_readable(folder)
+    recover(folder)
     checkpoint, damages = _newest_intact(folder)
     step = step_of(checkpoint) if checkpoint else 0
     expected = _newest_expected(out, step, checkpoint_every)
@@ -91,10 +96,26 @@ def open_records(log: RunLog, start: Start) -> list[str]:
     return notes
 
 
+def set_final_aside(out: Path) -> None:
+    """Rename the final weights of a run that trains more steps: they are not its newest any more.
+
+    They are not removed yet. Without their checkpoint, no other copy of them may exist.
+    """
+    (out / FINISHED).unlink(missing_ok=True)
+    if (out / FINAL).exists():
+        remove_old_final(out)
+        os.rename(out / FINAL, out / OLD_FINAL)
+
+
+def remove_old_final(out: Path) -> None:
+    if (out / OLD_FINAL).exists():
+        shutil.rmtree(out / OLD_FINAL)
+
+
 def run_files(out: Path) -> list[str]:
     """Return the names of files in `out` that only a run writes."""
     names = [name for name in RECORDS if (out / name).exists() and (out / name).stat().st_size]
-    others = (LAST_CHECKPOINT, CHECKPOINTS, FINAL)
+    others = (LAST_CHECKPOINT, FINISHED, CHECKPOINTS, FINAL)
     return names + [name for name in others if (out / name).exists()]
 
 

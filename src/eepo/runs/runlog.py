@@ -19,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from eepo.runs.jsonl import read_records
+from eepo.runs.jsonl import parse_json, read_records
 from eepo.runs.rewind import rewind
 from eepo.runs.writing import flush_to_disk, writing
 from eepo.types import UserError
@@ -28,6 +28,7 @@ METRICS, EVALUATIONS, COMPLETIONS = "metrics.jsonl", "evaluations.jsonl", "compl
 ALARMS = "alarms.jsonl"
 RECORDS = (METRICS, EVALUATIONS, COMPLETIONS, ALARMS)
 LAST_CHECKPOINT = "last_checkpoint.json"  # {"step": N}: tells "never saved" from "lost"
+FINISHED = "finished.json"  # {"step": N, "num_sets": N}: the run is complete at this step
 LEFTOVER = re.compile(r"\..+\.(toml|json|jsonl|txt|md|tex|bak-\d+)\.\d+")  # see write_atomically
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "tokenizers")
 
@@ -79,6 +80,11 @@ class RunLog:
     def write_last_checkpoint(self, step: int) -> None:
         write_atomically(self.folder / LAST_CHECKPOINT, json.dumps({"step": step}) + "\n")
 
+    def write_finished(self, step: int, num_sets: int) -> None:
+        """Mark the run as complete. `num_sets` is the number of its evaluation sets."""
+        text = json.dumps({"step": step, "num_sets": num_sets}) + "\n"
+        write_atomically(self.folder / FINISHED, text)
+
     def rewind(
         self, step: int, num_expected: Mapping[str, int] | None = None, keep_copies: bool = False
     ) -> list[str]:
@@ -100,6 +106,15 @@ class RunLog:
         if copies:
             notes.append(f"the rows after step {step} are dropped; copies: {', '.join(copies)}")
         return notes
+
+
+def needs_no_evaluation(folder: Path, step: int) -> bool:
+    """Return whether the run is complete at `step` although its task has no evaluation sets."""
+    try:
+        finished = parse_json((folder / FINISHED).read_bytes(), FINISHED)
+    except (FileNotFoundError, UserError):  # unfinished, damaged, or of an older version
+        return False
+    return finished == {"step": step, "num_sets": 0}
 
 
 def write_atomically(path: Path, text: str) -> None:
