@@ -306,7 +306,10 @@ def test_shipped_plans_are_valid_and_fair(path: Path, tmp_path: Path) -> None:
     assert len({len(method.points) for method in tuned}) == 1, "as many values for each"
 
 
-RECORDED = ("countdown", "shortcut", "shortcut_lora", "smollm2", "smollm2_two_dtypes")
+RECORDED = (
+    *("countdown", "methods", "shortcut", "shortcut_lora", "shortcut_rates"),
+    *("smollm2", "smollm2_shortcut", "smollm2_two_dtypes"),
+)
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)

@@ -23,7 +23,7 @@ from eepo.reports.panels import (
 from eepo.reports.records import Run, by_method
 
 MAX_LABELS = 2  # panels besides that of reward
-MIN_GROWTH = 0.05  # of a label's share, below which it gets no panel
+MIN_GROWTH = 0.1  # of a label's share, below which it gets no panel
 
 
 @styled
