@@ -22,7 +22,8 @@ from typing import Any
 import shapes
 import torch
 
-from eepo.algorithm import policy_loss, token_mean
+from eepo.algorithm import PolicyTerms, grpo_token_loss, token_mean
+from eepo.config import AlgorithmConfig
 from eepo.model.compilation import compile_layers
 from eepo.model.policy import Policy
 
@@ -50,14 +51,17 @@ def ours(
         for row, prompt in enumerate(prompts)
     ]
     advantages = [1.0 if row % 2 else -1.0 for row in range(num_rows)]
+    options = AlgorithmConfig()
 
     def run() -> None:
         for batch in policy.micro_batches(pairs):
             scores = policy.score(batch, 1.0)
             sampled = batch.pad([completion.logprobs for _, completion in pairs])
-            loss = policy_loss(
-                scores.logprobs, sampled, batch.pick(advantages), batch.mask, 0.2, 0.2
+            selected = torch.zeros_like(batch.mask)
+            terms = PolicyTerms(
+                scores.logprobs, sampled, batch.pick(advantages), batch.mask, selected
             )
+            loss = token_mean(grpo_token_loss(terms, options).values, batch.mask)
             (loss - 1e-5 * token_mean(scores.entropies, batch.mask)).backward()
         model.zero_grad(set_to_none=True)
 

@@ -78,7 +78,7 @@ def test_a_gradient_that_is_not_finite_is_an_error_and_leaves_the_weights(tmp_pa
         scores.logprobs = scores.logprobs * torch.nan
         return scores
 
-    algorithm.options = dataclasses.replace(algorithm.options, gate="never")
+    algorithm.options = dataclasses.replace(algorithm.options, num_stages=1)
     algorithm.policy.score = score_nan
     with pytest.raises(UserError, match="the gradient norm is nan"):
         algorithm.step(prompts, Sampling(1.0, 12), StepMetrics())

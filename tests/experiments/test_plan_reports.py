@@ -307,6 +307,7 @@ def test_the_tables_in_the_docs_are_those_of_the_recorded_lines(name: str) -> No
 
 FIGURE_STUDIES = (
     "countdown", "methods", "smollm2", "smollm2_shortcut", "smollm2_two_dtypes", "shortcut",
+    "shortcut_rates",
 )  # fmt: skip
 
 

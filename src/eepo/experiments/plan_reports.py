@@ -90,6 +90,8 @@ def _entry_tables(experiment: Experiment, entry: TableEntry) -> list[str]:
     """Return the tables of an entry. A regime without the method `against` is left out."""
     plan, selection = experiment.plan, entry.selection
     lines = experiment.done(*_phases(experiment, selection))
+    if not lines:
+        return []
     titles = list(dict.fromkeys(map(line_title, lines)))
     if entry.against and entry.against not in {*titles, *(line["method"] for line in lines)}:
         raise UserError(
