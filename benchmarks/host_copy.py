@@ -40,7 +40,7 @@ def main() -> None:
     optimizer.zero_grad(set_to_none=True)
     sampling_seconds(device)
     print(f"{args.shape}: sampling alone {sampling_seconds(device):.3f} s")
-    backup = StepBackup(optimizer, print)
+    backup = StepBackup(optimizer, "adamw", print)
     print(f"first copy, with its allocation: {copy_seconds(backup):.2f} s", flush=True)
     print("| queued, MiB | copy alone, s | sampling during the copy, s | then, s |")
     print("| --- | --- | --- | --- |")

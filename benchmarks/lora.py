@@ -180,7 +180,7 @@ def measure(case: Case, args: argparse.Namespace, device: torch.device) -> list[
     expected = estimate.persistent_total + estimate.phases["update"]
     with out_of_memory.caught() as failures:
         algorithm, prompts = build(case, config, args, device)
-        backup = StepBackup(algorithm.optimizer, print)
+        backup = StepBackup(algorithm.optimizer, "adamw", print)
         seconds, peaks = [], dict[str, int]()
         # One step is enough for the peak of a case with a limit; its time includes the warm-up.
         warm, repeats = (0, 1) if case.gigabytes else (args.warm, args.repeats)

@@ -85,7 +85,7 @@ def ours(
         ),
         mini_batch=args.prompts // 2, max_grad_norm=1.0,
     )  # fmt: skip
-    backup = StepBackup(algorithm.optimizer, print) if host_copy else None
+    backup = StepBackup(algorithm.optimizer, "adamw", print) if host_copy else None
     rows = []
     for turn in range(args.warm + args.repeats):
         metrics = StepMetrics(device)

@@ -9,7 +9,7 @@ import math
 import signal
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -106,12 +106,11 @@ class Trainer:
 
     def run(self) -> Path:
         """Train to the last step, save and evaluate; return the folder of the final weights."""
-        try:
+        with ExitStack() as at_end:  # each of these also if another one fails
+            at_end.callback(self.backup.close)
+            at_end.callback(self.lock.release)
+            at_end.callback(self.logger.close)
             return self._run()
-        finally:
-            self.logger.close()
-            self.lock.release()
-            self.backup.close()
 
     def _run(self) -> Path:
         if not self.done:
@@ -232,7 +231,7 @@ class Trainer:
         try:
             yield
         except (OSError, RuntimeError, MemoryError) as error:
-            problem = f"step {self.step} could not be saved ({error})"
+            problem = f"step {self.step} could not be restored or saved ({error})"
             raise UserError(f"{problem} after this error: {cause}") from error
 
     def _undo_step(self, state: dict[str, Any]) -> None:

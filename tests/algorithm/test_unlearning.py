@@ -16,6 +16,7 @@ from eepo.algorithm.unlearning import (
     UnlearnBatch,
     changed_share,
     largest_entry,
+    rows_to_unlearn,
     unlearned_weights,
 )
 from eepo.config import AlgorithmConfig
@@ -78,14 +79,20 @@ def test_unlearn_max_completions_spaces_rows_evenly() -> None:
     assert batch.num_tokens == 8
 
 
-def test_unlearn_max_completions_takes_the_stages_in_turn() -> None:
-    """Every fourth row is the same column, so evenly spaced rows would all be of stage 1."""
-    rollout = rollout_of([[0.0] * 4] * 8, num_stages=2)
-    batch = UnlearnBatch.of(rollout, AlgorithmConfig(num_stages=3, unlearn_max_completions=8))
-    assert batch.rows == [0, 5, 10, 15, 16, 21, 26, 31]
-    assert batch.stage1_rows == [0, 5, 16, 21]
-    several = UnlearnBatch.of(rollout, AlgorithmConfig(num_stages=3, unlearn_max_completions=13))
-    assert len(set(several.rows)) == 13
+@pytest.mark.parametrize("num_prompts", [8, 64, 128])
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("most", [2, 4, 8, 13, 32])
+def test_unlearn_max_completions_takes_the_stages_in_turn(
+    num_prompts: int, size: int, most: int
+) -> None:
+    """Evenly spaced rows are often the same column, so they would all be of stage 1."""
+    stages, options = [1] * size + [2] * size, AlgorithmConfig(unlearn_max_completions=most)
+    rows = rows_to_unlearn(stages, num_prompts, options)
+    count = min(most, num_prompts * len(stages))
+    assert len(set(rows)) == count
+    assert rows == sorted(rows)
+    of_stage_1 = sum(stages[row % len(stages)] == 1 for row in rows)
+    assert 0.25 * count <= of_stage_1 <= 0.75 * count
 
 
 @pytest.mark.parametrize("entry", [math.nan, math.inf])

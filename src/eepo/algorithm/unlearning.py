@@ -78,14 +78,17 @@ def rows_to_unlearn(stages: list[int], num_prompts: int, options: AlgorithmConfi
     spaced rows could all be from the same stage.
     """
     rows = evenly_spaced(num_prompts * len(stages), options.unlearn_max_completions)
-    if len(set(stages)) == 1:
+    num_stages = len(set(stages))
+    if num_stages == 1:
         return rows
+    size = len(stages) // num_stages  # completions of a stage, per prompt
     prompts = sorted({row // len(stages) for row in rows})
-    turns = {prompt: turn for turn, prompt in enumerate(prompts)}
     moved = []
     for row in rows:
         prompt, column = divmod(row, len(stages))
-        moved.append(prompt * len(stages) + (column + turns[prompt]) % len(stages))
+        turn = prompts.index(prompt)
+        shift = turn % num_stages * size + turn // num_stages
+        moved.append(prompt * len(stages) + (column + shift) % len(stages))
     return sorted(moved)
 
 

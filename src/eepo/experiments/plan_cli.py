@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eepo.runs.progress import Progress
+from eepo.types import UserError
 
 if TYPE_CHECKING:
     from eepo.experiments.experiment import Experiment
@@ -52,18 +53,22 @@ def run(
     The same command continues, and tries failures again.
     """
     from eepo.experiments.plan_reports import write_reports
-    from eepo.experiments.runner import run_in_processes
+    from eepo.experiments.runner import make_schedule, run_in_processes
     from eepo.experiments.starts import train_starts
 
     progress = Progress()
     experiment = _experiment(plan, out)
     selection = _selection(phase, regime, method)
+    make_schedule(experiment, selection)  # finds mistakes before a warm start
     train_starts(experiment, selection, progress)
     outcome = run_in_processes(experiment, selection, jobs, progress, plan.stem)
-    for file in write_reports(experiment):
-        progress.print(f"wrote {file}")
     for line in outcome.failure_lines():
         progress.print(line)
+    try:
+        for file in write_reports(experiment):
+            progress.print(f"wrote {file}")
+    except UserError as error:  # such as a figure that needs more samples
+        progress.print(f"note: not all tables and figures were written: {error}")
     if outcome.failed:
         raise typer.Exit(1)
     progress.print(f"{outcome.num_done} of {outcome.num_runs} runs are finished")

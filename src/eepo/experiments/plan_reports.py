@@ -45,13 +45,19 @@ def write_plan_figures(
 
 
 def write_reports(experiment: Experiment) -> list[Path]:
-    """Write the tables and figures of the plan into the experiment's folder; return the files."""
+    """Write the tables, and the figures that the plan lists, into the experiment's folder.
+
+    Return the files.
+    """
     text = _tables_text(experiment, Selection())
     if not text:  # no run of a reporting phase is finished
         return []
     tables = experiment.out / TABLES
     write_atomically(tables, text)
-    return [tables, *_write_figures(experiment, Selection(), (), experiment.out / "figures")]
+    figures = []
+    for entry in experiment.plan.figures:
+        figures += _entry_figures(experiment, entry, experiment.out / "figures")
+    return [tables, *figures]
 
 
 def _tables_text(experiment: Experiment, selection: Selection, against: str = "") -> str:
@@ -59,10 +65,20 @@ def _tables_text(experiment: Experiment, selection: Selection, against: str = ""
     listed = experiment.plan.tables if selection == Selection() and not against else ()
     parts = []
     for entry in listed or [TableEntry(selection, against)]:
+        if listed and not _can_compare(experiment, entry):
+            continue
         tables = _entry_tables(experiment, entry)
         parts += [f"## {entry.heading}"] if entry.heading and tables else []
         parts += tables
     return "\n\n".join(parts) + "\n" if parts else ""
+
+
+def _can_compare(experiment: Experiment, entry: TableEntry) -> bool:
+    """Return whether the method that an entry compares with has a finished run."""
+    lines = experiment.done(*_phases(experiment, entry.selection))
+    return not entry.against or any(
+        entry.against in (line["method"], line_title(line)) for line in lines
+    )
 
 
 def _write_figures(

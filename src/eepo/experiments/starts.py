@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
+
+import torch
 
 from eepo import assemble, recipe
 from eepo.experiments.experiment import Experiment
@@ -19,12 +22,16 @@ def train_starts(experiment: Experiment, selection: Selection, progress: Progres
     """Train the warm starts that the selected regimes need and that are not finished."""
     for start in _needed(experiment.plan, selection):
         folder = Path(start.folder)
+        config = recipe.load_warmup(start.recipe, start.knobs)
+        if (folder / "recipe.toml").exists():  # it may be of a start with other knobs
+            assemble.check_folder(config, folder, resume=True)
         if not weights_damage(folder / FINAL):
             continue
         progress.print(f"warm start: {start.recipe} in {folder}")
-        config = recipe.load_warmup(start.recipe, start.knobs)
-        resume = (folder / "recipe.toml").exists()
-        assemble.build_warmup(config, folder, resume, progress).run()
+        assemble.build_warmup(config, folder, resume=True, progress=progress).run()
+        gc.collect()
+        if torch.cuda.is_available():  # the runs need this memory
+            torch.cuda.empty_cache()
 
 
 def _needed(plan: Plan, selection: Selection) -> Iterator[Start]:

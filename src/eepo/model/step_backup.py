@@ -82,10 +82,12 @@ class StepBackup:
         """
         self._hook.remove()
         self._executor.shutdown()
-        if self._stream is not None:
-            self._stream.synchronize()
-        self._copies.clear()
-        self._pinned.clear()
+        try:
+            if self._stream is not None:
+                self._stream.synchronize()
+        finally:
+            self._copies.clear()
+            self._pinned.clear()
 
     def _before_update(self) -> None:
         self.updated = True

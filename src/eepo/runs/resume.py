@@ -115,7 +115,7 @@ def remove_old_final(out: Path) -> None:
 def run_files(out: Path) -> list[str]:
     """Return the names of files in `out` that only a run writes."""
     names = [name for name in RECORDS if (out / name).exists() and (out / name).stat().st_size]
-    others = (LAST_CHECKPOINT, FINISHED, CHECKPOINTS, FINAL)
+    others = (LAST_CHECKPOINT, FINISHED, CHECKPOINTS, FINAL, OLD_FINAL)
     return names + [name for name in others if (out / name).exists()]
 
 
