@@ -278,7 +278,7 @@ def test_an_error_while_a_step_is_undone_does_not_hide_its_cause(
 
         patch.setattr(trainer.checkpointer, "save", fail_at_step_2)
         line = failed_third_step(trainer, ("engine", "generate", 1), saved=1, error=error)
-    assert "step 2 could not be saved ([Errno 28] No space left on device: " in line
+    assert "step 2 could not be restored or saved ([Errno 28] No space left on device: " in line
     assert f"after this error: {fragment}" in line
     trainer_of(out, config, resume=True).run()
     assert_equals(out, full_run)
