@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,28 @@ def test_plan_run_trains_missing_starts_and_writes_tables_and_figures(tmp_path: 
     again = CliRunner().invoke(app, command)
     assert "warm start" not in again.output
     assert weights.stat().st_mtime_ns == trained
+
+    shutil.rmtree(start)
+    finished = CliRunner().invoke(app, command)
+    assert finished.exit_code == 0, finished.output
+    assert not start.exists()  # all runs that need it are finished
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_starts_of_other_phases_are_not_trained(tmp_path: Path) -> None:
+    plan, start, out = tmp_path / "plan.toml", tmp_path / "start", tmp_path / "out"
+    phases = {
+        "small": {"seeds": [0], "regimes": ["shipped"]},
+        "large": {"seeds": [0], "regimes": ["started"]},
+    }
+    tables = plan_tables(start, phases=phases, figures=[])
+    del tables["seeds"]
+    plan.write_text(dump_tables(tables))
+    command = ["plan", "run", str(plan), "--out", str(out), "--jobs", "1", "--phase", "small"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert "### shipped" in (out / "tables.md").read_text()
+    assert not start.exists()
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,16 @@ class Schedule:
     def num_runs(self) -> int:
         return sum(map(self.num_runs_of, self.slots))
 
+    def unfinished_regimes(self) -> set[str]:
+        """Return the regimes that have runs which are not done."""
+        num_done = Counter((run.phase, run.regime, run.method, run.seed) for run in self.done)
+        return {
+            slot.regime
+            for slot in self.slots
+            if num_done[slot.phase, slot.regime, slot.method.name, slot.seed]
+            < self.num_runs_of(slot)
+        }
+
     def known_runs(self) -> list[Run]:
         """Return the runs whose values are chosen."""
         return [run for slot in self.slots for run in self._known_runs(slot)]

@@ -10,7 +10,8 @@ import torch
 
 from eepo import assemble, recipe
 from eepo.experiments.experiment import Experiment
-from eepo.experiments.plan import Plan, Selection, Start
+from eepo.experiments.plan import Selection, Start
+from eepo.experiments.schedule import Schedule
 from eepo.runs.checkpoint import weights_damage
 from eepo.runs.progress import Progress
 from eepo.runs.resume import FINAL
@@ -19,8 +20,8 @@ MODEL_PATH = "model.path="
 
 
 def train_starts(experiment: Experiment, selection: Selection, progress: Progress) -> None:
-    """Train the warm starts that the selected regimes need and that are not finished."""
-    for start in _needed(experiment.plan, selection):
+    """Train the warm starts that unfinished runs need and that are not finished."""
+    for start in _needed(experiment, selection):
         folder = Path(start.folder)
         config = recipe.load_warmup(start.recipe, start.knobs)
         if (folder / "recipe.toml").exists():  # it may be of a start with other knobs
@@ -34,9 +35,11 @@ def train_starts(experiment: Experiment, selection: Selection, progress: Progres
             torch.cuda.empty_cache()
 
 
-def _needed(plan: Plan, selection: Selection) -> Iterator[Start]:
-    chosen = selection.regimes or tuple(plan.regimes)
-    knobs = [*plan.knobs, *(knob for name in chosen for knob in plan.regimes[name].knobs)]
+def _needed(experiment: Experiment, selection: Selection) -> Iterator[Start]:
+    """Yield the warm starts of regimes that have unfinished runs."""
+    plan = experiment.plan
+    chosen = Schedule(experiment, selection).unfinished_regimes()
+    knobs = [knob for name in chosen for knob in (*plan.knobs, *plan.regimes[name].knobs)]
     paths = [Path(knob.removeprefix(MODEL_PATH)) for knob in knobs if knob.startswith(MODEL_PATH)]
     for start in plan.starts:
         if any(path.is_relative_to(start.folder) for path in paths):
