@@ -86,6 +86,34 @@ def test_the_prompts_benchmark_counts_guesses_and_reasoning(
     assert counts["num_reason"] == 0
 
 
+def test_own_solutions_are_correct_finished_and_start_with_a_text(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    def write(name: str, rows: list[dict[str, Any]]) -> str:
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+        (tmp_path / name).write_text("".join(lines), encoding="utf-8")
+        return str(tmp_path / name)
+
+    texts = [
+        ("a", "To guess: \\boxed{1}", 0.0, True),
+        ("a", "To add\u2028\\boxed{2}", 1.0, True),
+        ("a", "To add again \\boxed{2}", 1.0, True),
+        ("b", "\\boxed{3}", 1.0, True),
+        ("c", "To be cut off \\boxed{4} and", 1.0, False),
+    ]
+    columns = ("id", "text", "reward", "finished")
+    completions = write("completions", [dict(zip(columns, row, strict=True)) for row in texts])
+    rows = [{"id": name, "problem": name.upper(), "answer": "2"} for name in "abc"]
+    out = tmp_path / "solved.jsonl"
+    files = [completions, write("problems", rows), str(out)]
+    for start, kept in ((["--start", "To"], "a"), ([], "ab")):
+        run("own_solutions.py", [*files, *start], monkeypatch)
+        assert f"{len(kept)} problems with a solution" in capsys.readouterr().out
+        solved = [json.loads(line) for line in out.open(encoding="utf-8")]
+        assert [row["id"] for row in solved] == list(kept)
+        assert solved[0] == rows[0] | {"solution": "To add\u2028\\boxed{2}"}
+
+
 @pytest.mark.slow
 def test_the_lora_benchmark_runs_every_kind_of_case(monkeypatch: Any, capsys: Any) -> None:
     pytest.importorskip("peft", reason="peft is not installed")

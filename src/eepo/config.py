@@ -170,6 +170,13 @@ class DatasetConfig:
     num_examples: int = knob(
         0, "Training problems with bare answers before each problem.", least=0, most=64
     )
+    reason_probability: float = knob(
+        0.0,
+        "0: `eepo warmup` teaches solutions. Above 0: also bare answers. The policy then starts a "
+        "solution with this probability.",
+        least=0,
+        most=0.5,
+    )
     max_prompt_tokens: int = knob(1024, "Skip and count longer prompts.", least=1)
 
 

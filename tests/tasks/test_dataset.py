@@ -150,6 +150,21 @@ def test_demonstrations_are_solutions(config: DatasetConfig, plain: Any) -> None
     ]
 
 
+def test_demonstrations_alternate_between_solutions_and_bare_answers(
+    config: DatasetConfig, plain: Any
+) -> None:
+    solved = {"problem": "1+1?", "answer": "2", "solution": "Two."}
+    rows = [solved, {"problem": "2?", "answer": "2"}]
+    Path(config.data_dir, "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rare = replace(config, reason_probability=1e-3)
+    demonstrations = Dataset(rare, plain).demonstrations(0, 3)
+    assert [(each.text, each.first_token_probability) for each in demonstrations] == [
+        ("Two.\nThe final answer is \\boxed{2}.", 1e-3),
+        ("\\boxed{2}", 1 - 1e-3),
+        ("Two.\nThe final answer is \\boxed{2}.", 1e-3),
+    ]
+
+
 def test_demonstrations_end_with_a_boxed_answer() -> None:
     problem = Problem("a", "x", "7", solution=r"It is \fbox{7}")
     assert as_demonstration(problem).endswith("\\boxed{7}.")

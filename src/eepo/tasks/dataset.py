@@ -69,12 +69,7 @@ class Dataset:
         self._prompts = self._prompts_within_limit(
             train, f"training set {short_name(config.train)}"
         )
-        solutions = {problem.id: as_demonstration(problem) for problem in train if problem.solution}
-        self._demonstrations = [
-            Demonstration(prompt, solutions[prompt.id])
-            for prompt in self._prompts
-            if prompt.id in solutions
-        ]
+        self._demonstrations = self._make_demonstrations(train)
         self._evaluation: dict[str, list[Prompt]] = {}
         if held_out:
             prompts = self._prompts_within_limit(held_out, f"evaluation set {IN_DISTRIBUTION}")
@@ -107,6 +102,22 @@ class Dataset:
             )
         size = len(available)
         return [available[index % size] for index in range(first, first + count)]
+
+    def _make_demonstrations(self, problems: Sequence[Problem]) -> list[Demonstration]:
+        """Return the solutions. With `reason_probability`, a bare answer follows each of them."""
+        solutions = {each.id: as_demonstration(each) for each in problems if each.solution}
+        solved = [prompt for prompt in self._prompts if prompt.id in solutions]
+        probability = self.config.reason_probability
+        if not probability:
+            return [Demonstration(prompt, solutions[prompt.id]) for prompt in solved]
+        pairs = (
+            (
+                Demonstration(prompt, solutions[prompt.id], probability),
+                Demonstration(prompt, bare_answer(prompt.answer), 1 - probability),
+            )
+            for prompt in solved
+        )
+        return [each for pair in pairs for each in pair]
 
     def _read_train(self) -> list[Problem]:
         config = self.config
@@ -164,9 +175,7 @@ class Dataset:
                 f"task.train = {self.config.train!r}"
             )
         chosen = [shuffled_index(position, total, EXAMPLES)[1] for position in range(number)]
-        examples = [
-            (problems[index].text, f"\\boxed{{{problems[index].answer}}}") for index in chosen
-        ]
+        examples = [(problems[index].text, bare_answer(problems[index].answer)) for index in chosen]
         train = [problem for index, problem in enumerate(problems) if index not in chosen]
         return train, examples
 
@@ -212,6 +221,10 @@ class Dataset:
                 f"evaluation set {name}: {len(pairs)} of {len(problems)} problems are also in the "
                 f"training set, with the same or nearly the same text ({_first_three(ids)})"
             )
+
+
+def bare_answer(answer: Any) -> str:
+    return f"\\boxed{{{answer}}}"
 
 
 def as_demonstration(problem: Problem) -> str:
