@@ -177,6 +177,21 @@ def new_model(tokenizer: Any) -> Callable[..., Any]:
     return build
 
 
+@pytest.fixture(scope="session")
+def chat_model(byte_tokenizer: Any, new_model: Any) -> Callable[[Path], None]:
+    """Write a tiny chat model with its tokenizer into a folder."""
+
+    def write(folder: Path) -> None:
+        tokenizer = byte_tokenizer()
+        end = tokenizer.eos_token_id
+        sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 512}
+        model = new_model("llama", **sizes, eos_token_id=end, pad_token_id=end)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    return write
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Train with one thread: faster for small models, and the same sums in every process."""

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -106,13 +105,9 @@ def test_the_notebook_runs_cell_by_cell_in_a_new_process(tmp_path: Path) -> None
 
 
 @pytest.fixture
-def local_hub(tmp_path: Path, byte_tokenizer: Callable[..., Any], new_model: Any) -> Path:
+def local_hub(tmp_path: Path, chat_model: Callable[[Path], None]) -> Path:
     """Write a tiny chat model and eight problems of GSM8K's form, as folders."""
-    tokenizer = byte_tokenizer()
-    size = {"vocab_size": len(tokenizer), "max_position_embeddings": 512}
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
-    new_model("llama", **size, **ends).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
+    chat_model(tmp_path / "model")
     rows = [{"question": f"{n} + 1?", "answer": f"So.\n#### {n + 1}"} for n in range(8)]
     (tmp_path / "gsm8k" / "main").mkdir(parents=True)
     (tmp_path / "gsm8k" / "main" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))

@@ -3,8 +3,8 @@
 Blocks are found automatically. All Python blocks of a page run in order in one process and one
 folder, as a reader would type them. A comment before a block changes this:
 
-    <!-- not run: REASON -->    needs a GPU, the hub or a cluster, or is a fragment: only its
-                                syntax, its imports and the names of its arguments are checked
+    <!-- not run: REASON -->    needs a GPU or a cluster: only its syntax, its imports and the
+                                names of its arguments are checked
     <!-- file: NAME -->         the block is saved as this file
 
 A block whose first line is a comment with a file name, such as `# my_reward.py`, is saved as that
@@ -18,11 +18,12 @@ import importlib
 import inspect
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,17 @@ RUNNABLE = [
     for page in PAGES
     if any(block.language == "python" and not block.reason for block in read_blocks(page))
 ]
+HUB_MODEL = re.compile(r'"Qwen/[\w.-]+"')  # a small local model takes its place
+# TRL refuses its default bf16=True without a GPU, unless it is told to use the CPU.
+TRL_IMPORT = re.compile(r"^from eepo\.adapters\.trl import EEPOConfig.*$", re.MULTILINE)
+ON_A_CPU = r"\g<0>; from functools import partial; EEPOConfig = partial(EEPOConfig, use_cpu=True)"
+DATA_LINE = re.compile(r"^# (\w+\.jsonl): (\{.+\})$", re.MULTILINE)  # a file, and a line of it
 EEPO: Any = typer.main.get_command(app)
+RECIPES = [  # that name a model and data of the reader
+    block
+    for block in of_language("toml")
+    if {"name", "model", "task", "training"} <= set(tomllib.loads(block.text))
+]
 HOSTS = ("EEPOConfig", "EEPOTrainer")  # fragments use these without an import
 
 
@@ -118,17 +129,58 @@ def check_arguments(call: ast.Call, names: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: str(page.relative_to(ROOT)))
-def test_python_runs(page: Path, tmp_path: Path) -> None:
+def test_python_runs(page: Path, tmp_path: Path, chat_model: Callable[[Path], None]) -> None:
     blocks = read_blocks(page)
     for block in blocks:
         if block.file:
             (tmp_path / block.file).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / block.file).write_text(block.text, encoding="utf-8")
-    code = [text for block in blocks if (text := code_of(block))]
-    (tmp_path / "page.py").write_text("\n".join(code), encoding="utf-8")
+        for name, line in DATA_LINE.findall(block.text):
+            (tmp_path / name).write_text(f"{line}\n" * 8, encoding="utf-8")
+    code = "\n".join(text for block in blocks if (text := code_of(block)))
+    if HUB_MODEL.search(code):
+        chat_model(tmp_path / "model")
+        code = HUB_MODEL.sub('"model"', code)
+    code = TRL_IMPORT.sub(ON_A_CPU, code)
+    (tmp_path / "page.py").write_text(code, encoding="utf-8")
     command = [sys.executable, "-c", "exec(open('page.py').read())"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    offline = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
+    result = subprocess.run(
+        command, cwd=tmp_path, env=offline, capture_output=True, text=True, timeout=600
+    )
     assert result.returncode == 0, f"{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", RECIPES, ids=str)
+def test_complete_recipes_train(
+    block: Block, tmp_path: Path, chat_model: Callable[[Path], None]
+) -> None:
+    chat_model(tmp_path / "model")
+    tables = tomllib.loads(HUB_MODEL.sub('"model"', block.text))
+    rows = [{"problem": f"What is {n} + 1?", "answer": n + 1, "level": 1} for n in range(120)]
+    data = tmp_path / tables["task"]["train"]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    for section, knobs in TINY.items():
+        tables[section] = tables.get(section, {}) | knobs
+    code = f"import eepo\neepo.train({tables}, 'run')"
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=600
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+
+
+@pytest.mark.parametrize("block", of_language("diff"), ids=str)
+def test_diffs_name_options_that_exist(block: Block) -> None:
+    """Check what a diff adds: imports from eepo, and options of `EEPOConfig`."""
+    added = [line[1:].strip() for line in block.lines if line.startswith("+")]
+    for line in added:
+        if line.startswith("from "):
+            imported(ast.parse(line).body[0])
+    options = {line.partition("=")[0] for line in added if re.match(r"\w+=.+,$", line)}
+    assert options
+    config = importlib.import_module("eepo.adapters.trl").EEPOConfig
+    assert options <= set(inspect.signature(config).parameters)
 
 
 def code_of(block: Block) -> str:
