@@ -1,6 +1,6 @@
-"""Writes the reference pages from the code: the command line, the knobs and the Python interface.
+"""Writes the reference from the code: command line, knobs, metrics and Python interface.
 
-A page of docs/reference/ has a line `<!-- generated: NAME -->`. This MkDocs hook replaces it by the
+A page has a line `<!-- generated: NAME -->`. This MkDocs hook replaces it by the
 text of the function `NAME` below, so the reference cannot differ from the code.
 """
 
@@ -27,6 +27,7 @@ PUBLIC_NAMES: dict[str, tuple[str, ...]] = {
     "eepo.types": ("Prompt", "Completion", "Verdict", "Sampling", "Demonstration", "UserError"),
     "eepo.protocols": ("Reward", "Task", "RolloutEngine"),
     "eepo.algorithm": (),
+    "eepo.adapters.trl": ("EEPOConfig", "EEPOTrainer"),
 }
 
 
@@ -173,6 +174,36 @@ def _range(each: Field[Any]) -> str:
     return f" ({', '.join(texts)})" if texts else ""
 
 
+# --- metrics
+
+
+def metrics() -> str:
+    """Describe every metric of a step, from `eepo.runs.metrics`."""
+    from eepo.runs.metrics import STEP_METRICS
+
+    return "\n".join(line for section in STEP_METRICS for line in _metric_section(section))
+
+
+def evaluation_metrics() -> str:
+    """Describe the lines of an evaluation, from `eepo.runs.metrics`."""
+    from eepo.runs.metrics import EVALUATION_METRICS
+
+    return "\n".join(_metric_section(EVALUATION_METRICS, level=2))
+
+
+def _metric_section(section: Any, level: int = 3) -> Iterator[str]:
+    """Write a section. Names in braces in its texts become the defaults of alarms."""
+    from eepo.config import AlarmConfig
+
+    yield f"{'#' * level} {section.title}\n\n{section.before}\n"
+    yield "| name | meaning |\n|---|---|"
+    bounds = vars(AlarmConfig())
+    for names, meaning in section.metrics.items():
+        cell = ", ".join(f"`{name}`" for name in names)
+        yield f"| {cell} | {_cell(meaning.format_map(bounds))} |"
+    yield f"\n{section.after}\n"
+
+
 # --- Python
 
 
@@ -243,4 +274,6 @@ def _cell(text: str | None) -> str:
     return " ".join((text or "").split()).replace("|", "\\|")
 
 
-GENERATORS: dict[str, Callable[[], str]] = {"cli": cli, "knobs": knobs, "python": python}
+GENERATORS: dict[str, Callable[[], str]] = {
+    each.__name__: each for each in (cli, knobs, metrics, evaluation_metrics, python)
+}

@@ -1,17 +1,20 @@
-"""The docs name every metric that a run writes, in our trainer, in TRL and in verl."""
+"""The docs name every metric that a run writes, in our trainer (and no others), TRL and verl."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
+
+from eepo.cli import app
+from eepo.runs.metrics import EVALUATION_METRICS, STEP_METRICS
+from eepo.runs.runlog import EVALUATIONS, METRICS
 
 ROOT = Path(__file__).parents[2]
-METRICS = ROOT / "docs" / "metrics.md"
 LOGS = ROOT / "tests" / "reports" / "foreign_logs"  # of real runs
 TINY = [
     *("training.num_steps=2", "training.prompts_per_step=4", "training.prompts_per_mini_batch=2"),
@@ -24,12 +27,6 @@ RUNS = {
 }
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def documented(section: str) -> list[re.Pattern[str]]:
-    """Return a pattern for each name in the first column of the tables below a heading."""
-    text = METRICS.read_text(encoding="utf-8").split(f"## `{section}`")[1].split("\n## ")[0]
-    return patterns_of(text)
 
 
 def patterns_of(text: str) -> list[re.Pattern[str]]:
@@ -50,30 +47,57 @@ def _pattern(name: str) -> re.Pattern[str]:
     return re.compile(re.escape(name).replace("stageN", r"stage\d+").replace("NAME", ".+"))
 
 
-def unknown(names: set[str], section: str) -> list[str]:
-    patterns = documented(section)
+STEP_NAMES = {name for each in STEP_METRICS for names in each.metrics for name in names}
+EVALUATION_NAMES = {name for names in EVALUATION_METRICS.metrics for name in names}
+# `before` names these; the rest needs a GPU.
+OF_EVERY_EVALUATION = {"step", "kind", "set", "num_problems", "num_samples", "seconds"}
+ON_A_GPU = {"memory/peak", "memory/held"}
+
+
+def unknown(names: set[str], documented: set[str]) -> list[str]:
+    patterns = [_pattern(name) for name in documented]
     return sorted(n for n in names if not any(pattern.fullmatch(n) for pattern in patterns))
 
 
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """Train one run of each kind. Return their rows of metrics and of evaluations."""
+    found: dict[str, list[dict[str, Any]]] = {METRICS: [], EVALUATIONS: []}
+    for kind, knobs in RUNS.items():
+        out = tmp_path_factory.mktemp(kind) / "run"
+        sets = [part for knob in TINY + knobs for part in ("--set", knob)]
+        ended = CliRunner().invoke(app, ["train", "shortcut/grpo", "--out", str(out), *sets])
+        assert ended.exit_code == 0, ended.output
+        for name, all_rows in found.items():
+            all_rows += map(json.loads, (out / name).open(encoding="utf-8"))
+    return found
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", RUNS)
-def test_every_metric_of_a_run_is_documented(
-    kind: str, run_eepo: Callable[..., SimpleNamespace], tmp_path: Path
+def test_the_metrics_of_runs_are_documented_and_no_others(
+    rows: dict[str, list[dict[str, Any]]],
 ) -> None:
-    sets = [part for knob in TINY + RUNS[kind] for part in ("--set", knob)]
-    ended = run_eepo("train", "shortcut/grpo", "--out", tmp_path / "run", *sets)
-    assert ended.code == 0, ended.err
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open(encoding="utf-8")]
-    names = set().union(*rows)
-    assert {"reward", "stage1/entropy", "mismatch_kl", "seconds/total"} <= names
-    assert ("unlearn/kl" in names) == (kind == "eepo")
-    assert ("dropped_groups" in names) == (kind == "methods")
-    assert unknown(names, "metrics.jsonl") == []
+    names = set[str]().union(*rows[METRICS])
+    assert {"reward", "stage1/entropy", "mismatch_kl", "seconds/total", "unlearn/kl"} <= names
+    assert unknown(names, STEP_NAMES) == []
+    stale = {name for name in STEP_NAMES if not any(map(_pattern(name).fullmatch, names))}
+    assert stale == ON_A_GPU
+
+
+@pytest.mark.slow
+def test_the_lines_of_evaluations_are_documented_and_have_no_other_names(
+    rows: dict[str, list[dict[str, Any]]],
+) -> None:
+    assert all(set(row) >= EVALUATION_NAMES - {"pass@k", "problems"} for row in rows[EVALUATIONS])
+    names = set[str]().union(*rows[EVALUATIONS])
+    assert names == EVALUATION_NAMES | OF_EVERY_EVALUATION
+    for name in OF_EVERY_EVALUATION:
+        assert f"`{name}`" in EVALUATION_METRICS.before
 
 
 def test_a_metric_that_is_not_documented_is_found() -> None:
     names = {"stage2/label/compute", "seconds/stage1", "stage3/clip_share", "stage1/surprise"}
-    assert unknown(names, "metrics.jsonl") == ["stage1/surprise"]
+    assert unknown(names, STEP_NAMES) == ["stage1/surprise"]
 
 
 def test_every_metric_of_the_trl_adapter_is_documented() -> None:
