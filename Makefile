@@ -82,7 +82,7 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 docs: $(VENV)/.installed-docs
 	@# Without --quiet: it would also hide warnings from --strict.
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
-	@echo "the site is in site/: open site/index.html"
+	@echo "the site is in site/. To read and search it: python3 -m http.server --bind 127.0.0.1 --directory site"
 
 clean:
 	rm -rf $(VENV) .venv-vllm .venv-verl runs site

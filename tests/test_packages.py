@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -102,6 +103,16 @@ def test_the_wheel_contains_what_the_package_reads_and_nothing_else(packages: Pa
     assert {Path(name).suffix for name in names if name.startswith("eepo/")} == {
         ".js", ".json", ".py", ".safetensors", ".toml", ".typed",
     }  # fmt: skip
+
+
+def test_links_of_the_long_description_are_absolute(packages: Packages) -> None:
+    """PyPI shows it. A relative link would lead nowhere, and a relative image would be missing."""
+    files = wheel_files(packages.wheel_of_sdist)
+    metadata = files[f"eepo-{eepo.__version__}.dist-info/METADATA"].decode()
+    assert "](https://raw.githubusercontent.com/eepo/eepo/main/docs/figures/" in metadata
+    links = re.findall(r"\]\(([^)]+)\)", metadata)
+    assert len(links) > 30
+    assert [link for link in links if not link.startswith("https://")] == []
 
 
 def test_the_sdist_contains_no_tests_and_no_study_records(packages: Packages) -> None:

@@ -176,7 +176,7 @@ def test_the_image_copies_files_that_exist_and_are_not_ignored() -> None:
     kept = {line[1:] for line in text(".dockerignore").splitlines() if line.startswith("!")}
     assert set(copied) == kept
     assert [source for source in copied if not (ROOT / source).exists()] == []
-    assert {"pyproject.toml", PROJECT["readme"], *PROJECT["license-files"]} <= kept
+    assert {"pyproject.toml", "README.md", *PROJECT["license-files"]} <= kept
 
 
 def test_the_image_installs_known_extras_and_runs_without_root() -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Appendices: tables that a command wrote, and details of studies.
-APPENDICES = ("_tables.md", "_details.md")
+APPENDICES = "_tables.md"  # tables that a command wrote
 PAGES = sorted(
     path
     for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))
@@ -24,7 +23,7 @@ NAMES = re.compile(
     r"|\b[A-Za-z][\w@.-]*\d[\w.]*|\b\d[\d.]*[BM]\b|\b95 % intervals?"
 )
 NUMBER = re.compile(r"(?<![\w.])[-−+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:e[-−]?\d+)?")
-SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`*\[(θη\"]|(?:eepo|math-verify|verl|vLLM)\b)")
+SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z0-9✓`*\[(θη\"]|(?:eepo|math-verify|verl|vLLM)\b)")
 
 
 def paragraphs(text: str) -> list[str]:
