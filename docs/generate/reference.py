@@ -178,15 +178,15 @@ def _range(each: Field[Any]) -> str:
 
 
 def metrics() -> str:
-    """Describe every metric of a step, from `eepo.runs.metrics`."""
-    from eepo.runs.metrics import STEP_METRICS
+    """Describe every metric of a step, from `eepo.runs.metric_meanings`."""
+    from eepo.runs.metric_meanings import STEP_METRICS
 
     return "\n".join(line for section in STEP_METRICS for line in _metric_section(section))
 
 
 def evaluation_metrics() -> str:
-    """Describe the lines of an evaluation, from `eepo.runs.metrics`."""
-    from eepo.runs.metrics import EVALUATION_METRICS
+    """Describe the lines of an evaluation, from `eepo.runs.metric_meanings`."""
+    from eepo.runs.metric_meanings import EVALUATION_METRICS
 
     return "\n".join(_metric_section(EVALUATION_METRICS, level=2))
 

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from eepo.cli import app
-from eepo.runs.metrics import EVALUATION_METRICS, STEP_METRICS
+from eepo.runs.metric_meanings import EVALUATION_METRICS, STEP_METRICS
 from eepo.runs.runlog import EVALUATIONS, METRICS
 
 ROOT = Path(__file__).parents[2]
