@@ -53,6 +53,12 @@ def test_reward_and_answer_are_those_of_the_math_grader() -> None:
     assert (wrong.reward, wrong.answer, wrong.label) == (0.0, "17", "guess")
 
 
+@pytest.mark.parametrize("text", ["", LONG, "word " * 500, "3 + 4 = 7, so she has"])
+def test_a_completion_without_an_answer_has_a_label_of_its_own(text: str) -> None:
+    verdict = grade("18", text)
+    assert (verdict.reward, verdict.answer, verdict.label) == (0.0, None, "no_answer")
+
+
 @pytest.mark.parametrize("text", ["1" * 10**6, "1 + " * 10**5, "1+1" * 10**5, "\\boxed" * 10**5])
 def test_hostile_completions_are_labelled_quickly(text: str) -> None:
     started = time.process_time()

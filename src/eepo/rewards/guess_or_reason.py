@@ -2,7 +2,8 @@ r"""Grades mathematics as `math` does, and labels each completion: does it guess
 
 The label looks only at the text before the final answer, that is, before the last \boxed{}. A
 completion reasons if it calculates there, or writes at least MIN_WORDS words. Everything else is a
-guess: a bare answer, "The answer is \boxed{5}.", or an answer with an explanation after it.
+guess: a bare answer, "The answer is \boxed{5}.", or an answer with an explanation after it. A
+completion without an answer has a label of its own, so that noise does not count as reasoning.
 
 Runs in a grading process (`isolation.py`).
 """
@@ -15,7 +16,7 @@ from typing import Any
 from eepo.rewards import math
 from eepo.types import Verdict
 
-GUESS, REASON = "guess", "reason"
+GUESS, REASON, NO_ANSWER = "guess", "reason", "no_answer"
 MIN_WORDS = 15  # "The final answer to the problem, in dollars, is" has 9
 MAX_TEXT = 20_000  # characters that are searched
 
@@ -25,9 +26,10 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\b")
 
 
 def grade(gold: Any, text: str) -> Verdict:
-    """Give the reward of `math`, and the label "guess" or "reason"."""
+    """Give the reward of `math`, and the label "guess", "reason" or "no_answer"."""
     verdict = math.grade(gold, text)
-    return Verdict(verdict.reward, verdict.answer, verdict.reason, strategy_of(text))
+    label = NO_ANSWER if verdict.answer is None else strategy_of(text)
+    return Verdict(verdict.reward, verdict.answer, verdict.reason, label)
 
 
 def strategy_of(text: str) -> str:
