@@ -47,19 +47,19 @@ class Cell:
     num_completions: int
     num_reason: int
     num_reason_correct: int
+    num_guess: int  # the rest has no answer
     num_guess_correct: int
     mean_tokens: float
     truncated_share: float
     seconds: float
 
     def line(self) -> str:
-        num_guess = self.num_completions - self.num_reason
         share = self.num_reason / self.num_completions
         error = 1.96 * math.sqrt(share * (1 - share) / self.num_completions)
         return (
             f"| {self.prompt} | {self.num_examples} | {share:.4f} ± {error:.4f} "
             f"| {_share(self.num_reason_correct, self.num_reason)} "
-            f"| {_share(self.num_guess_correct, num_guess)} | {self.mean_tokens:.0f} "
+            f"| {_share(self.num_guess_correct, self.num_guess)} | {self.mean_tokens:.0f} "
             f"| {self.truncated_share:.2f} | {self.seconds:.0f} |"
         )
 
@@ -104,6 +104,7 @@ def count(
         num_completions=len(labels),
         num_reason=sum(label == REASON for label, _ in labels),
         num_reason_correct=labels.count((REASON, True)),
+        num_guess=sum(label == GUESS for label, _ in labels),
         num_guess_correct=labels.count((GUESS, True)),
         mean_tokens=sum(len(c.token_ids) for c in completions) / len(completions),
         truncated_share=sum(not c.finished for c in completions) / len(completions),
