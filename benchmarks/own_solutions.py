@@ -27,14 +27,22 @@ def main(options: argparse.Namespace) -> None:
     for row in read(options.completions):
         if row["reward"] >= 1 and row["finished"] and row["text"].startswith(options.start):
             solutions.setdefault(row["id"], row["text"])
-    problems = read(options.problems)
-    if not all("id" in row for row in problems):
-        sys.exit(f"{options.problems}: every row needs an id")
-    solved = [row for row in problems if row["id"] in solutions]
+    problems = {
+        name_of(row, index, options.problems.stem): row
+        for index, row in enumerate(read(options.problems))
+    }
+    if not solutions.keys() & problems.keys():
+        sys.exit(f"{options.completions}: no correct completion of a problem in {options.problems}")
+    solved = [row | {"solution": solutions[n]} for n, row in problems.items() if n in solutions]
     with options.out.open("w", encoding="utf-8") as file:
-        for row in solved:
-            file.write(json.dumps(row | {"solution": solutions[row["id"]]}) + "\n")
+        file.writelines(json.dumps(row) + "\n" for row in solved)
     print(f"{options.out}: {len(solved)} problems with a solution")
+
+
+def name_of(row: dict[str, Any], index: int, stem: str) -> str:
+    """Return the id that `eepo eval` gives to a row: a number gets the name of the file."""
+    name = str(row.get("id", index))
+    return f"{stem}/{name}" if name.isdigit() else name
 
 
 def parser() -> argparse.ArgumentParser:
@@ -42,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     result.add_argument("completions", type=Path, help="written by `eepo eval`")
-    result.add_argument("problems", type=Path, help="the problems, with a column id")
+    result.add_argument("problems", type=Path, help="the problems that were evaluated")
     result.add_argument("out", type=Path)
     result.add_argument("--start", default="", help="text that a solution must begin with")
     return result

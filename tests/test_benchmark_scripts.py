@@ -98,20 +98,24 @@ def test_own_solutions_are_correct_finished_and_start_with_a_text(
         ("a", "To guess: \\boxed{1}", 0.0, True),
         ("a", "To add\u2028\\boxed{2}", 1.0, True),
         ("a", "To add again \\boxed{2}", 1.0, True),
-        ("b", "\\boxed{3}", 1.0, True),
+        ("problems/7", "\\boxed{3}", 1.0, True),
         ("c", "To be cut off \\boxed{4} and", 1.0, False),
+        ("problems/3", "So \\boxed{2}", 1.0, True),
     ]
     columns = ("id", "text", "reward", "finished")
     completions = write("completions", [dict(zip(columns, row, strict=True)) for row in texts])
-    rows = [{"id": name, "problem": name.upper(), "answer": "2"} for name in "abc"]
+    rows = [{"id": name, "problem": str(name).upper(), "answer": "2"} for name in ("a", 7, "c")]
+    rows.append({"problem": "D", "answer": "2"})
     out = tmp_path / "solved.jsonl"
-    files = [completions, write("problems", rows), str(out)]
-    for start, kept in ((["--start", "To"], "a"), ([], "ab")):
+    files = [completions, write("problems.jsonl", rows), str(out)]
+    for start, kept in ((["--start", "To"], ["A"]), ([], ["A", "7", "D"])):
         run("own_solutions.py", [*files, *start], monkeypatch)
         assert f"{len(kept)} problems with a solution" in capsys.readouterr().out
         solved = [json.loads(line) for line in out.open(encoding="utf-8")]
-        assert [row["id"] for row in solved] == list(kept)
+        assert [row["problem"] for row in solved] == kept
         assert solved[0] == rows[0] | {"solution": "To add\u2028\\boxed{2}"}
+    with pytest.raises(SystemExit, match="no correct completion of a problem in"):
+        run("own_solutions.py", [*files, "--start", "Nobody"], monkeypatch)
 
 
 @pytest.mark.slow

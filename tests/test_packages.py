@@ -19,6 +19,7 @@ import eepo
 
 pytest.importorskip("build", reason="needs the packages build and hatchling (extra dev)")
 pytest.importorskip("hatchling", reason="needs the packages build and hatchling (extra dev)")
+pytest.importorskip("hatch_fancy_pypi_readme", reason="needs hatch-fancy-pypi-readme (extra dev)")
 
 pytestmark = pytest.mark.slow
 

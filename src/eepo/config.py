@@ -172,8 +172,8 @@ class DatasetConfig:
     )
     reason_probability: float = knob(
         0.0,
-        "0: `eepo warmup` teaches solutions. Above 0: also bare answers. The policy then starts a "
-        "solution with this probability.",
+        "0: `eepo warmup` teaches solutions. Above 0: also bare answers. The first token of each "
+        "solution then gets this probability.",
         least=0,
         most=0.5,
     )

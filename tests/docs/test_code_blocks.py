@@ -71,6 +71,8 @@ def test_code_is_found() -> None:
     assert len(of_language("toml")) > 5
     assert sum(1 for page in PAGES for _ in commands(page)) > 150
     assert RUNNABLE
+    assert len(RECIPES) >= 2
+    assert len(of_language("diff")) >= 2
 
 
 @pytest.mark.parametrize("block", ALL_BLOCKS, ids=str)

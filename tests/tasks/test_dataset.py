@@ -165,6 +165,15 @@ def test_demonstrations_alternate_between_solutions_and_bare_answers(
     ]
 
 
+def test_a_solution_that_starts_like_a_bare_answer_is_refused(
+    config: DatasetConfig, plain: Any
+) -> None:
+    row = {"id": "a", "problem": "1+1?", "answer": "2", "solution": "\\[1+1=2\\] \\boxed{2}"}
+    Path(config.data_dir, "train.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(UserError, match="a: with task.reason_probability, the first token of the"):
+        Dataset(replace(config, reason_probability=0.1), plain)
+
+
 def test_demonstrations_end_with_a_boxed_answer() -> None:
     problem = Problem("a", "x", "7", solution=r"It is \fbox{7}")
     assert as_demonstration(problem).endswith("\\boxed{7}.")

@@ -110,14 +110,18 @@ class Dataset:
         probability = self.config.reason_probability
         if not probability:
             return [Demonstration(prompt, solutions[prompt.id]) for prompt in solved]
-        pairs = (
-            (
-                Demonstration(prompt, solutions[prompt.id], probability),
-                Demonstration(prompt, bare_answer(prompt.answer), 1 - probability),
-            )
-            for prompt in solved
-        )
-        return [each for pair in pairs for each in pair]
+        found = []
+        for prompt in solved:
+            solution, answer = solutions[prompt.id], bare_answer(prompt.answer)
+            first, *_ = self.tokenizer(solution, add_special_tokens=False).input_ids
+            if first == self.tokenizer(answer, add_special_tokens=False).input_ids[0]:
+                raise UserError(
+                    f"{prompt.id}: with task.reason_probability, the first token of the solution "
+                    f"must differ from that of the bare answer, got {solution[:40]!r}"
+                )
+            found.append(Demonstration(prompt, solution, probability))
+            found.append(Demonstration(prompt, answer, 1 - probability))
+        return found
 
     def _read_train(self) -> list[Problem]:
         config = self.config
