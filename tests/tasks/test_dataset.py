@@ -170,7 +170,9 @@ def test_a_solution_that_starts_like_a_bare_answer_is_refused(
 ) -> None:
     row = {"id": "a", "problem": "1+1?", "answer": "2", "solution": "\\[1+1=2\\] \\boxed{2}"}
     Path(config.data_dir, "train.jsonl").write_text(json.dumps(row) + "\n")
-    with pytest.raises(UserError, match="a: with task.reason_probability, the first token of the"):
+    with pytest.raises(
+        UserError, match=r"a: with task\.reason_probability, the first token of the"
+    ):
         Dataset(replace(config, reason_probability=0.1), plain)
 
 
