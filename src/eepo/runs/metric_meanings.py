@@ -140,7 +140,7 @@ UPDATE = Section(
 | fp32 | about 1e-10 |
 | bf16 on a GPU, the small countdown policy | 1e-4 |
 | bf16 on a GPU, SmolLM2 on countdown | 3e-4 |
-| bf16 on a GPU, SmolLM2 on sums | up to .002 |""",
+| bf16 on a GPU, SmolLM2 on sums | mostly .001 to .003 |""",
 )
 
 PHASES = ("sync", "stageN", "reward", "unlearn", "reference", "update", "total")
