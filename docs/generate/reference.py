@@ -1,7 +1,7 @@
 """Writes the reference from the code: command line, knobs, metrics and Python interface.
 
-A page has a line `<!-- generated: NAME -->`. This MkDocs hook replaces it by the
-text of the function `NAME` below, so the reference cannot differ from the code.
+A page has a line `<!-- generated: NAME -->`. This MkDocs hook replaces it by the text of the
+function `NAME` below, so the reference cannot differ from the code.
 """
 
 from __future__ import annotations

@@ -173,16 +173,18 @@ def test_complete_recipes_train(
 
 
 @pytest.mark.parametrize("block", of_language("diff"), ids=str)
-def test_diffs_name_options_that_exist(block: Block) -> None:
-    """Check what a diff adds: imports from eepo, and options of `EEPOConfig`."""
-    added = [line[1:].strip() for line in block.lines if line.startswith("+")]
-    for line in added:
+def test_a_config_takes_the_options_of_a_diff(block: Block, tmp_path: Path) -> None:
+    """Import what the diff imports, and build an `EEPOConfig` with its options."""
+    new = [line[1:].strip() for line in block.lines if not line.startswith("-")]
+    for line in new:
         if line.startswith("from "):
             imported(ast.parse(line).body[0])
-    options = {line.partition("=")[0] for line in added if re.match(r"\w+=.+,$", line)}
+    options = dict(pair for line in new for pair in re.findall(r"^(\w+)=([^=]+?),?$", line))
     assert options
+    values = {name: ast.literal_eval(value) for name, value in options.items()}
     config = importlib.import_module("eepo.adapters.trl").EEPOConfig
-    assert options <= set(inspect.signature(config).parameters)
+    built = config(str(tmp_path), use_cpu=True, **values)
+    assert {name: getattr(built, name) for name in values} == values
 
 
 def code_of(block: Block) -> str:

@@ -50,7 +50,7 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 STEP_NAMES = {name for each in STEP_METRICS for names in each.metrics for name in names}
 EVALUATION_NAMES = {name for names in EVALUATION_METRICS.metrics for name in names}
-# `before` names these; the rest needs a GPU.
+# The text before the table names these.
 OF_EVERY_EVALUATION = {"step", "kind", "set", "num_problems", "num_samples", "seconds"}
 ON_A_GPU = {"memory/peak", "memory/held"}
 
