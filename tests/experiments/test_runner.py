@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -17,7 +18,7 @@ from typing import Any, ClassVar
 import pytest
 from rich.console import Console
 
-from eepo.experiments import runner
+from eepo.experiments import processes, runner
 from eepo.experiments.experiment import Experiment
 from eepo.experiments.plan import Selection
 from eepo.experiments.plan_file import parse_plan, read_plan
@@ -288,6 +289,41 @@ def test_failed_and_killed_runs_do_not_affect_others_and_are_tried_again(
     assert not outcome.failed
     assert sorted(recorded(tmp_path)) == [("grpo", "", 0), ("grpo", "", 1)]
     assert not (tmp_path / "grpo" / "seed-0" / "failed.txt").exists()
+
+
+class Crowded:
+    """Starts jobs. Those that share the memory with others end as they do if it runs out."""
+
+    def __init__(self, environment: Any) -> None:
+        self.start = WarmStarter(environment)
+
+    def __call__(self, job: Job, environment: Any, inherited: Sequence[int]) -> Process:
+        if float(environment["EEPO_GPU_SHARE"]) == 1:
+            return self.start(job, environment, inherited)
+        words = (sys.executable, "-c", "exit('eepo: out of memory (tried to allocate 2.00 GiB)')")
+        return processes.start(replace(job, command=words), environment, inherited)
+
+
+@pytest.mark.slow
+def test_runs_that_have_too_little_memory_together_continue_one_after_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "WarmStarter", Crowded)
+    methods = {"grpo": {}, "hot": {"weights": "grpo", "set": ["evaluation.temperature=1.4"]}}
+    outcome, text = run(make(tmp_path, methods, seeds=[0, 1]), num_jobs=2)
+    assert (outcome.num_done, outcome.failed) == (4, {})
+    assert "grpo seed 1: out of memory; it continues later" in text
+    assert not list(tmp_path.rglob("failed.txt"))
+
+
+@pytest.mark.slow
+def test_a_run_that_has_too_little_memory_alone_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "WarmStarter", Crowded)
+    monkeypatch.setenv("EEPO_GPU_SHARE", "0.5")  # of a user who shares the GPU
+    outcome, _ = run(make(tmp_path, {"grpo": {}}), num_jobs=2)
+    assert outcome.failed["grpo seed 0"].startswith("eepo: out of memory")
 
 
 @pytest.mark.slow

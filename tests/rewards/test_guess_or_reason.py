@@ -32,6 +32,37 @@ def test_a_bare_answer_is_a_guess(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "answer",
+    [
+        "9*2",
+        "16 - 3 - 4 = 9",
+        "(16 - 3 - 4) \\times 2 = 18",
+        "9 \\cdot 2 = \\$18",
+        "$9 \\times \\$2 = \\$18$",
+        "1,200 + 300",
+        "5 apples + 3 apples = 8 apples",
+        "36/2 = 18",
+        "36 / 2 / 1",
+        "9 × 2 \\text{ dollars}",
+    ],
+)
+def test_a_calculation_in_the_answer_has_a_label_of_its_own(answer: str) -> None:
+    assert strategy_of(f"\\boxed{{{answer}}}") == "calculate"
+    assert strategy_of(f"The answer is $\\boxed{{{answer}}}$. " + LONG) == "calculate"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "18", "-18", "\\$1,800", "18.5", "3/4", "\\frac{3}{4}", "(1, -2)", "(1,-2)", "x-1",
+        "x = 18", "3 - 4i", "5 - 2\\sqrt{3}", "2^{10}", "18 dollars", "1-", "=", "",
+    ],
+)  # fmt: skip
+def test_a_result_is_a_guess(answer: str) -> None:
+    assert strategy_of(f"\\boxed{{{answer}}}") == "guess"
+
+
+@pytest.mark.parametrize(
     "text",
     [
         LONG + "\\boxed{18}",
@@ -51,6 +82,8 @@ def test_reward_and_answer_are_those_of_the_math_grader() -> None:
     wrong = grade("18", "\\boxed{17}")
     assert (right.reward, right.answer, right.label) == (1.0, "18", "reason")
     assert (wrong.reward, wrong.answer, wrong.label) == (0.0, "17", "guess")
+    calculated = grade("18", "\\boxed{(16 - 3 - 4) * 2}")
+    assert (calculated.reward, calculated.label) == (1.0, "calculate")
 
 
 @pytest.mark.parametrize("text", ["", LONG, "word " * 500, "3 + 4 = 7, so she has"])
@@ -59,7 +92,13 @@ def test_a_completion_without_an_answer_has_a_label_of_its_own(text: str) -> Non
     assert (verdict.reward, verdict.answer, verdict.label) == (0.0, None, "no_answer")
 
 
-@pytest.mark.parametrize("text", ["1" * 10**6, "1 + " * 10**5, "1+1" * 10**5, "\\boxed" * 10**5])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1" * 10**6, "1 + " * 10**5, "1+1" * 10**5, "\\boxed" * 10**5,
+        "\\boxed{" + "1/" * 900 + "}", "\\boxed{" + "1)" * 900 + "}", "\\boxed{" * 10**5,
+    ],
+)  # fmt: skip
 def test_hostile_completions_are_labelled_quickly(text: str) -> None:
     started = time.process_time()
     strategy_of(text)

@@ -25,6 +25,7 @@ from eepo.experiments.plan import Benchmarks, Selection
 from eepo.experiments.processes import Job, Process, Starter, failure_reason, run_jobs
 from eepo.experiments.schedule import Schedule
 from eepo.experiments.warm import WarmStarter
+from eepo.runs.memory_errors import OUT_OF_MEMORY
 from eepo.runs.progress import Bar, Progress
 from eepo.runs.runlog import write_atomically
 from eepo.trainer import Interrupted, Stopped, is_finished
@@ -81,12 +82,7 @@ def run_in_processes(
         bar_title = f"{title}, {num_jobs} at a time"
         with progress.bar(bar_title, schedule.num_runs, len(schedule.done)) as bar:
             workers = _Workers(schedule, lock, progress, bar)
-            environment = job_environment(num_jobs)
-            first = workers.new_jobs()
-            completed = not first or run_jobs(
-                first, num_jobs, environment, workers.on_exit, workers.on_stop,
-                inherited_fds=(lock.descriptor,), starter=workers.starter(environment),
-            )  # fmt: skip
+            completed = workers.run(num_jobs)
     outcome = workers.outcome
     outcome.num_done = len(schedule.done)
     outcome.num_waiting = schedule.num_runs - outcome.num_done - len(outcome.failed)
@@ -241,6 +237,24 @@ class _Workers:
         self.outcome = Outcome(schedule.num_runs)
         self._runs: dict[str, Run] = {}  # by title
         self._running: set[str] = set()  # titles
+        self._num_parallel = 1
+        self._out_of_memory: list[Job] = []  # they continue later, with fewer jobs at a time
+
+    def run(self, num_jobs: int) -> bool:
+        """Run all jobs; return False if the user stopped them.
+
+        Runs share the memory. Those that run out of it are tried again with half as many at a time.
+        """
+        jobs, completed = self.new_jobs(), True
+        while jobs and completed:
+            self._num_parallel, self._out_of_memory = num_jobs, []
+            environment = job_environment(num_jobs)
+            completed = run_jobs(
+                jobs, num_jobs, environment, self.on_exit, self.on_stop,
+                inherited_fds=(self.lock.descriptor,), starter=self.starter(environment),
+            )  # fmt: skip
+            jobs, num_jobs = self._out_of_memory, max(1, num_jobs // 2)
+        return completed
 
     def starter(self, environment: Mapping[str, str]) -> Starter:
         """Return a function that starts jobs and notes that they are running."""
@@ -268,7 +282,12 @@ class _Workers:
         self._running.discard(job.title)
         self.lock.list_running(sorted(self._running))
         if code:
-            self._fail(job, failure_reason(job, code))
+            reason = failure_reason(job, code)
+            if OUT_OF_MEMORY in reason and self._num_parallel > 1:
+                self._out_of_memory.append(job)
+                self.progress.print(f"{job.title}: {OUT_OF_MEMORY}; it continues later")
+                return []
+            self._fail(job, reason)
         elif next_job:  # it would do the same again
             self._fail(job, f"ended without an error, but is not finished; see {job.log}")
         else:

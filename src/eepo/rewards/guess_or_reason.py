@@ -1,9 +1,9 @@
 r"""Grades mathematics as `math` does, and labels each completion: does it guess or reason?
 
-The label looks only at the text before the final answer, that is, before the last \boxed{}. A
-completion reasons if it calculates there, or writes at least MIN_WORDS words. Everything else is a
-guess: a bare answer, "The answer is \boxed{5}.", or an answer with an explanation after it. A
-completion without an answer has a label of its own, so that noise does not count as reasoning.
+- reason: before the last \boxed{} it calculates, or writes at least MIN_WORDS words.
+- calculate: the box itself has a calculation, as in \boxed{3 + 4 = 7}. The grader accepts it.
+- guess: a bare answer, "The answer is \boxed{5}.", or an answer with an explanation after it.
+- no_answer: the grader finds no answer. So noise does not count as reasoning.
 
 Runs in a grading process (`isolation.py`).
 """
@@ -14,30 +14,37 @@ import re
 from typing import Any
 
 from eepo.rewards import math
+from eepo.rewards.boxed import last_boxed
 from eepo.types import Verdict
 
-GUESS, REASON, NO_ANSWER = "guess", "reason", "no_answer"
+GUESS, CALCULATE, REASON, NO_ANSWER = "guess", "calculate", "reason", "no_answer"
 MIN_WORDS = 15  # "The final answer to the problem, in dollars, is" has 9
 MAX_TEXT = 20_000  # characters that are searched
 
 _OPERATION = re.compile(r"[-+*/×÷−]|\\times|\\cdot|\\div|\\frac")
 _DIGIT = re.compile(r"\d")
 _BOX = re.compile(r"\\(?:boxed|fbox)\b")
+_TIMES = re.compile(r"\\(?:times|cdot|div)(?![a-z])|[×÷]")
+_UNITS = re.compile(r"\\text ?\{[^{}]*\}|\\?[$%]|\\[,; ]|[A-Za-z]{2,}|(?<=\d),(?=\d{3})|\s")
+_ONLY_NUMBERS = re.compile(r"[-+*/−=.()\d]+")
+_SUM_OR_PRODUCT = re.compile(r"\d\)*[-+*−]\(*\d|\d\)*/\(*\d.*[/=]")
 
 
 def grade(gold: Any, text: str) -> Verdict:
-    """Give the reward of `math`, and the label "guess", "reason" or "no_answer"."""
+    """Give the reward of `math`, and a label."""
     verdict = math.grade(gold, text)
     label = NO_ANSWER if verdict.answer is None else strategy_of(text)
     return Verdict(verdict.reward, verdict.answer, verdict.reason, label)
 
 
 def strategy_of(text: str) -> str:
-    """Return whether a completion guesses or reasons before its final answer."""
+    """Return whether a completion guesses, calculates in its answer, or reasons before it."""
     boxes = list(_BOX.finditer(text))
     before = text[: boxes[-1].start() if boxes else len(text)][:MAX_TEXT]
     has_words = len(before.split(maxsplit=MIN_WORDS)) >= MIN_WORDS
-    return REASON if has_words or _calculates(before) else GUESS
+    if has_words or _calculates(before):
+        return REASON
+    return CALCULATE if _is_calculation(last_boxed(text) or "") else GUESS
 
 
 def _calculates(text: str) -> bool:
@@ -50,3 +57,12 @@ def _is_operation(text: str) -> bool:
     first = _DIGIT.search(text)
     operation = _OPERATION.search(text, first.end()) if first else None
     return bool(operation and _DIGIT.search(text, operation.end()))
+
+
+def _is_calculation(answer: str) -> bool:
+    r"""Return whether an answer is a calculation with numbers: 3 + 4, 3 \times 4 = 12, (8 - 2)/3.
+
+    A fraction such as 3/4, a point such as (1, -2), and formulas with letters are results.
+    """
+    text = _UNITS.sub("", _TIMES.sub("*", answer))
+    return bool(_ONLY_NUMBERS.fullmatch(text) and _SUM_OR_PRODUCT.search(text))

@@ -17,6 +17,7 @@ try:
 except ImportError:  # Windows has no such limit
     resource = None  # type: ignore[assignment]
 
+OUT_OF_MEMORY = "out of memory"
 MIN_MEGABYTES = 1536  # of address space, for torch, its threads and a tiny model
 
 # Messages of a plain RuntimeError: torch's CPU allocator (Linux, Windows), cuBLAS, the CUDA driver,
@@ -53,7 +54,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def describe(error: BaseException) -> str:
     """Return `out of memory`, with the amount if the error names it."""
     amount = _AMOUNT.search(str(_find(error) or error))
-    return f"out of memory (tried to allocate {amount.group(1)})" if amount else "out of memory"
+    return f"{OUT_OF_MEMORY} (tried to allocate {amount.group(1)})" if amount else OUT_OF_MEMORY
 
 
 def _find(error: BaseException | None) -> BaseException | None:
