@@ -36,10 +36,11 @@ def strategies_figure(runs: Sequence[Run]) -> Figure | None:
     figure, panels = new_panels(1 + len(labels))
     draw_methods(panels[0], methods, "stage1/reward")
     label_steps(panels[0], "reward of the policy (stage 1)")
+    share = "share of completions:" if len(labels) == 1 else "share labelled"  # must fit
     for axes, label in zip(panels[1:], labels, strict=True):
         for stage, dashes in enumerate(LINE_STYLES[:2], 1):
             draw_methods(axes, methods, f"stage{stage}/label/{label}", dashes)
-        label_steps(axes, f"share of completions: {name_label(label)}")
+        label_steps(axes, f"{share} {name_label(label)}")
     for axes in panels:
         use_percent(axes)
         start_at_zero(axes)
