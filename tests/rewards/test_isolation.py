@@ -152,6 +152,15 @@ def test_a_killed_process_is_replaced(pool: Pool) -> None:
     assert grade(reward, "right")[0].reward == 1.0
 
 
+def test_all_workers_start_before_the_first_completion(pool: Pool) -> None:
+    reward = pool(num_workers=3)
+    reward.start()
+    started = [worker._process.pid for worker in reward._workers]
+    assert len(started) == 3
+    grade(reward, "right", "wrong", "spin")
+    assert [worker._process.pid for worker in reward._workers] == started
+
+
 def test_a_killed_idle_child_changes_no_verdict(pool: Pool) -> None:
     """The child may die with half of the next request read. Repeat, because timing matters."""
     reward = pool(num_workers=1)

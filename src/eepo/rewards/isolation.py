@@ -86,15 +86,20 @@ class PooledReward:
         return json.dumps((prompt.answer, *row))
 
     def start(self) -> None:
-        """Start one worker and wait until it has imported the function.
+        """Start the workers, and wait until the first one has imported the function.
 
         A missing package is then reported before a model is loaded, not at the first completion.
+        The other workers import the function while the model is loaded.
         """
         with self._lock:
             if not self._workers:
-                worker = _Worker(self.function, self.config, self._losses)
+                worker = self._new_worker()
                 worker.wait_until_ready()
-                self._workers.append(worker)
+                others = [self._new_worker() for _ in range(self.num_workers - 1)]
+                self._workers = [worker, *others]
+
+    def _new_worker(self) -> _Worker:
+        return _Worker(self.function, self.config, self._losses)
 
     def close(self) -> None:
         """End all workers. The next `grade` starts new ones."""
@@ -106,7 +111,7 @@ class PooledReward:
         verdicts: list[Verdict | None] = [None] * len(items)
         remaining = iter(range(len(items)))
         while len(self._workers) < min(self.num_workers, len(items)):
-            self._workers.append(_Worker(self.function, self.config, self._losses))
+            self._workers.append(self._new_worker())
         busy = [worker for worker in self._workers if _send_next(worker, remaining, items)]
         while busy:
             ready = _wait_for_pipes(busy, min(1.0, self.config.wall_seconds))
