@@ -116,7 +116,7 @@ UPDATE = Section(
         ),
         ("stageN/lost_share",): (
             "over the same completions, the share whose smallest token ratio is below .01. The "
-            "update almost ignores them ([credit](credit.md)). Alarm: above {lost_share_above} in "
+            "update almost ignores such tokens ([credit](credit.md)). Alarm: above {lost_share_above} in "
             "stage 2 or later"
         ),
         ("stageN/clip_share",): (
