@@ -3,6 +3,7 @@ r"""Completions are labelled by what they write before the final answer."""
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 
@@ -111,3 +112,12 @@ def test_the_reward_is_found_by_its_name() -> None:
         prompt = Prompt("a", "How much?", (0,), "18")
         verdict = reward.grade([prompt], ["9 * 2 = 18, \\boxed{18}"])[0]
         assert (verdict.reward, verdict.label) == (1.0, "reason")
+
+
+def test_the_strict_example_rejects_calculations() -> None:
+    example = Path(__file__).parents[2] / "examples" / "strict_maths.py"
+    reward = build_reward(RewardConfig(name=f"{example}:grade", num_workers=1), DatasetConfig())
+    texts = ["\\boxed{9 * 2}", "\\boxed{9 * 2 = 18}", "\\boxed{18}", "9 * 2 = 18 \\boxed{18}"]
+    verdicts = reward.grade([Prompt("a", "How much?", (0,), "18")] * 4, texts)
+    assert [verdict.reward for verdict in verdicts] == [0.0, 0.0, 1.0, 1.0]
+    assert [verdict.label for verdict in verdicts] == ["calculate", "calculate", "guess", "reason"]
