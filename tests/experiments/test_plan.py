@@ -77,6 +77,9 @@ def test_methods_wait_for_the_tuning_of_the_methods_they_build_on(
         ("report", "eepo", ""),
     }
     assert "training.learning_rate=1e-4" in schedule.experiment.knobs(now[0])
+    ordered = sorted(now, key=schedule.position)
+    assert [run.phase for run in ordered] == ["tune"] * 4 + ["report"] * 6
+    assert [run.seed for run in ordered[4:]] == [0, 0, 1, 1, 2, 2], "complete seeds first"
 
 
 def test_a_failed_tuning_run_holds_back_what_depends_on_it(

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,21 @@ def test_a_log_is_overwritten_at_each_start(tmp_path: Path) -> None:
     silent = shell(tmp_path, "job", "exit 1")
     run([silent])
     assert failure_reason(silent, 1) == "the log is empty"
+
+
+def test_jobs_start_in_the_order_of_their_positions(tmp_path: Path) -> None:
+    ended = []
+
+    def on_exit(job: Job, code: int) -> list[Job]:
+        ended.append(job.title)
+        if job.title != "first":
+            return []
+        return [replace(shell(tmp_path, f"new-{n}", "true"), position=n) for n in (4, 2, 3)]
+
+    positions = {"third": 3, "first": 1, "second": 2}
+    jobs = [replace(shell(tmp_path, n, "true"), position=p) for n, p in positions.items()]
+    assert run_jobs(jobs, 1, os.environ, on_exit)
+    assert ended == ["first", "new-2", "second", "new-3", "third", "new-4"]
 
 
 @pytest.mark.parametrize(("num_parallel", "most"), [(1, 1), (2, 2)])

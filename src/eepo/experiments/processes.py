@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ class Job:
     title: str
     command: tuple[str, ...]
     log: Path  # stdout and stderr; overwritten at each start
+    position: int = 0  # jobs with a lower one start first
 
 
 class Process(Protocol):
@@ -74,16 +74,16 @@ def run_jobs(
     """Run all jobs; return False if the user stopped them.
 
     `on_exit` is called with the exit code of each job, except for jobs that end because of a stop.
-    It may return jobs that can run now: they run before the waiting ones. `on_stop` is called at
-    each request to stop.
+    It may return jobs that can run now: they run before waiting ones of the same position.
+    `on_stop` is called at each request to stop.
     """
-    waiting, running = deque(jobs), dict[int, tuple[Job, Process]]()
+    waiting, running = _in_order(jobs), dict[int, tuple[Job, Process]]()
     num_handled_requests = 0
     with stop_requests() as stop:
         try:
             while running or (waiting and not stop.number):
                 while waiting and len(running) < num_parallel and not stop.number:
-                    job = waiting.popleft()
+                    job = waiting.pop(0)
                     process = starter(job, environment, inherited_fds)
                     running[process.pid] = (job, process)
                 if stop.number > num_handled_requests:
@@ -95,10 +95,14 @@ def run_jobs(
                     if (code := process.poll()) is not None:
                         del running[pid]
                         if code == 0 or not stop.number:
-                            waiting.extendleft(reversed([*(on_exit(job, code) or ())]))
+                            waiting = _in_order([*(on_exit(job, code) or ()), *waiting])
         finally:
             _end([process for _, process in running.values()], kill=True)
     return not stop.number
+
+
+def _in_order(jobs: Iterable[Job]) -> list[Job]:
+    return sorted(jobs, key=lambda job: job.position)
 
 
 def failure_reason(job: Job, code: int) -> str:

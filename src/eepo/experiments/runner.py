@@ -10,7 +10,6 @@ import dataclasses
 import os
 import shutil
 import sys
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -101,9 +100,9 @@ def run_here(experiment: Experiment, selection: Selection, progress: Progress) -
     """
     with locked_folder(experiment.out) as lock:
         schedule = prepare(experiment, selection)
-        waiting = deque(schedule.ready())
+        waiting = schedule.ready()
         while waiting:
-            run = waiting.popleft()
+            run = waiting.pop(0)
             lock.list_running([experiment.title(run)])
             if not is_trained(experiment, run):
                 finished = f"{len(schedule.done)} of {schedule.num_runs} runs finished"
@@ -111,7 +110,7 @@ def run_here(experiment: Experiment, selection: Selection, progress: Progress) -
             _evaluate_here(experiment, run, progress)
             complete(experiment, run)
             schedule.finish(run)
-            waiting.extendleft(reversed(schedule.ready()))
+            waiting = sorted([*schedule.ready(), *waiting], key=schedule.position)
     return Outcome(schedule.num_runs, len(schedule.done))
 
 
@@ -322,7 +321,8 @@ class _Workers:
 
     def _job(self, run: Run, command: tuple[str, ...], log: str) -> Job:
         words = (sys.executable, "-m", *command)
-        return Job(self.experiment.title(run), words, self.experiment.folder(run) / log)
+        position = self.schedule.position(run)
+        return Job(self.experiment.title(run), words, self.experiment.folder(run) / log, position)
 
 
 def _train_here(experiment: Experiment, run: Run, progress: Progress, finished: str) -> None:

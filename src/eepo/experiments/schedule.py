@@ -34,6 +34,10 @@ class Schedule:
     def __init__(self, experiment: Experiment, selection: Selection) -> None:
         self.experiment = experiment
         self.slots = list(_slots(experiment, selection))
+        self._positions = {
+            (slot.phase, slot.regime, slot.method.name, slot.seed): position
+            for position, slot in enumerate(self.slots)
+        }
         self.started: set[Run] = set()
         self.done: set[Run] = set()
         self._unfinished_tuning = {
@@ -68,6 +72,13 @@ class Schedule:
         ]
         self.started |= set(runs)
         return runs
+
+    def position(self, run: Run) -> int:
+        """Return the position of a run. Of the runs that can start, the first should start first.
+
+        Tuning comes first, then seed by seed, so that a stopped experiment has complete seeds.
+        """
+        return self._positions[run.phase, run.regime, run.method, run.seed]
 
     def finish(self, run: Run) -> None:
         self.done.add(run)

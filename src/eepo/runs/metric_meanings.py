@@ -116,8 +116,8 @@ UPDATE = Section(
         ),
         ("stageN/lost_share",): (
             "over the same completions, the share whose smallest token ratio is below .01. The "
-            "update almost ignores such tokens ([credit](credit.md)). Alarm: above {lost_share_above} in "
-            "stage 2 or later"
+            "update almost ignores such tokens ([credit](credit.md)). Alarm: above "
+            "{lost_share_above} in stage 2 or later"
         ),
         ("stageN/clip_share",): (
             "share of tokens whose ratio is clipped, so that they have no gradient. With "
