@@ -52,6 +52,10 @@ WRONG = {
         {"methods__eepo__values": [1]},
         "methods.eepo: tune and values belong together",
     ),
+    "seconds are no list": (
+        {"tables": [{"seconds": 60}]},
+        "seconds = 60 must be a list of numbers > 0",
+    ),
     "no values": ({"methods__grpo__values": []}, "methods.grpo.values = [] must be a list of one"),
     "the same value twice": (
         {"methods__grpo__values": ["1e-5", "0.00001"]},

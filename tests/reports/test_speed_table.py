@@ -1,11 +1,13 @@
-"""The table of steps, completions and seconds to 90 % reward."""
+"""Tables of how fast runs reach a goal, and of their reward at equal time."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from eepo.reports.paired_tables import TableRow, regime_tables
-from eepo.reports.speed_table import NEVER, half_of, seconds_until, speed_cells
+from eepo.reports.speed_table import NEVER, half_of, reward_after, seconds_until, speed_cells
 
 
 def line(seed: int, steps: int | None, **more: Any) -> dict[str, Any]:
@@ -53,3 +55,33 @@ def test_with_a_label_a_table_says_when_half_of_the_completions_have_it() -> Non
     assert table.startswith("### r, steps until half of the completions are: reason\n")
     assert table.endswith(f"| {' | '.join(cells)} |")
     assert len(regime_tables("r", [row], [row], "other")) == len(regime_tables("r", [row], [row]))
+
+
+def rewarded(seed: int, seconds: float, *rewards: float) -> dict[str, Any]:
+    """Return a line with a reward for every second step."""
+    rows = [
+        {"step": 2 * number, "seconds/total": seconds, "stage1/reward": reward}
+        for number, reward in enumerate(rewards, 1)
+    ]
+    return line(seed, None, metrics=rows)
+
+
+def test_the_reward_at_a_time_is_a_mean_of_the_last_five_steps_until_then() -> None:
+    run = rewarded(0, 1.0, 0.1, 0.2, 0.3, 0.4, 0.5)  # a row takes two seconds
+    assert reward_after(run, 1.9) is None, "the first steps take longer"
+    assert reward_after(run, 2) == 0.1
+    assert reward_after(run, 4.9) == pytest.approx(0.15)
+    assert reward_after(run, 8) == pytest.approx((0.2 + 0.3 + 0.4) / 3)
+    assert reward_after(run, 1000) == pytest.approx((0.3 + 0.4 + 0.5) / 3), "it has ended"
+
+
+def test_a_table_compares_rewards_at_equal_time_paired_by_seed() -> None:
+    fast = TableRow("fast", [rewarded(seed, 1.0, 0.0, 0.4 + seed / 100) for seed in (0, 1)])
+    slow = TableRow("slow", [rewarded(seed, 2.0, 0.1, 0.9) for seed in (0, 1)])
+    *_, table = regime_tables("r", [fast, slow], [fast, slow], seconds=[4, 8.5])
+    title, head, first, second = (row for row in table.splitlines() if row and "---" not in row)
+    assert title == "### r, reward of stage 1 at equal time"
+    assert head == "|  | after 4 s | after 8.5 s |"
+    assert first == "| fast | 0.203 | 0.203 |"
+    assert second.startswith("| slow | 0.100<br>**-0.103 [")
+    assert "| 0.500<br>**+0.297 [" in second

@@ -137,6 +137,7 @@ class TableEntry:
     against: str = ""  # METHOD, or "METHOD VALUE": what differences are to
     heading: str = ""
     label: str = ""  # of the grader: show when half of the completions have it
+    seconds: tuple[float, ...] = ()  # show the reward after so much training
 
 
 @dataclass(frozen=True)

@@ -269,9 +269,14 @@ def _table_entry(
     regimes: Mapping[str, Table],
     phases: Mapping[str, Phase],
 ) -> TableEntry:
-    table.allow("heading", "phases", "regimes", "methods", "against", "label")
-    selection = _selection(table, methods, regimes, phases)
-    return TableEntry(selection, table.text("against"), table.text("heading"), table.text("label"))
+    table.allow("heading", "phases", "regimes", "methods", "against", "label", "seconds")
+    return TableEntry(
+        _selection(table, methods, regimes, phases),
+        against=table.text("against"),
+        heading=table.text("heading"),
+        label=table.text("label"),
+        seconds=table.numbers("seconds"),
+    )
 
 
 def _figure_entry(

@@ -124,7 +124,7 @@ def _entry_tables(experiment: Experiment, entry: TableEntry) -> list[str]:
             if not selection.methods or row.lines[0]["method"] in selection.methods
         ]
         if chosen:
-            tables += regime_tables(regime, chosen, rows, entry.label)
+            tables += regime_tables(regime, chosen, rows, entry.label, entry.seconds)
     return tables
 
 

@@ -64,6 +64,16 @@ class Table:
             raise self.error(key, f"a number >= {least}")
         return float(value)
 
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """Return a list of positive numbers."""
+        values = self.values.get(key, [])
+        valid = isinstance(values, list) and all(
+            type(value) in (int, float) and 0 < value < 2**63 for value in values
+        )
+        if not valid:
+            raise self.error(key, "a list of numbers > 0")
+        return tuple(map(float, values))
+
     def whole(self, key: str, default: int, least: int = 0) -> int:
         value = self.values.get(key, default)
         if type(value) is not int or not least <= value < 2**63:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from eepo.evaluation.estimates import seed_interval
 from eepo.reports.measures import shown_measures
 from eepo.reports.run_lines import Line, as_run, find_final_value, line_sets
-from eepo.reports.speed_table import HEAD, Goal, half_of, reward_of_90, speed_cells
+from eepo.reports.speed_table import HEAD, Goal, half_of, reward_after, reward_of_90, speed_cells
 from eepo.reports.tables import display_name
 
 SECONDS = "seconds"
@@ -39,12 +39,17 @@ class TableRow:
 
 
 def regime_tables(
-    regime: str, rows: Sequence[TableRow], others: Sequence[TableRow], label: str = ""
+    regime: str,
+    rows: Sequence[TableRow],
+    others: Sequence[TableRow],
+    label: str = "",
+    seconds: Sequence[float] = (),
 ) -> list[str]:
     """Return the tables of one regime: training, speed, and one for each evaluation set.
 
     `others` are all rows that `rows` may be compared with. Its first row is the baseline. With a
-    label of the grader, a table says when half of the completions have it.
+    label of the grader, a table says when half of the completions have it. With `seconds`, a table
+    has the reward after so much training.
     """
     every_line = [line for row in others for line in row.lines]
     prefix = f"{regime}, " if regime else ""
@@ -62,8 +67,12 @@ def regime_tables(
         if any(goal(line) for row in trained for line in row.lines):
             cells = [speed_cells(row.title, row.lines, goal) for row in trained]
             tables.append(_table(f"{prefix}{title}", HEAD, cells))
-    measures = _measures(every_line)
     by_title = {row.title: row.lines for row in others}
+    if seconds and trained:
+        heads = ["", *(f"after {each:g} s" for each in seconds)]
+        cells = [_reward_cells(row, by_title, seconds) for row in trained]
+        tables.append(_table(f"{prefix}reward of stage 1 at equal time", heads, cells))
+    measures = _measures(every_line)
     for eval_set in line_sets(every_line):
         cells = [_final_cells(row, by_title, eval_set, measures) for row in rows]
         tables.append(_table(f"{prefix}{display_name(eval_set)}", ["", *measures], cells))
@@ -74,10 +83,13 @@ def paired_difference(
     lines: Sequence[Line], others: Sequence[Line], eval_set: str, measure: str
 ) -> list[float]:
     """Return the difference of a measure for each seed that both have."""
-    values, baseline = (
-        {line["seed"]: find_final_value(line, eval_set, measure) for line in some}
-        for some in (lines, others)
-    )
+    return _paired(lines, others, lambda line: find_final_value(line, eval_set, measure))
+
+
+def _paired(
+    lines: Sequence[Line], others: Sequence[Line], value_of: Callable[[Line], float | None]
+) -> list[float]:
+    values, baseline = ({line["seed"]: value_of(line) for line in some} for some in (lines, others))
     pairs = [(values[seed], baseline[seed]) for seed in sorted(values.keys() & baseline.keys())]
     return [own - other for own, other in pairs if own is not None and other is not None]
 
@@ -122,23 +134,42 @@ def _final_cells(
     eval_set: str,
     measures: Sequence[str],
 ) -> list[str]:
-    """Return the mean of each measure, and its difference, bold if the interval excludes 0."""
+    """Return the mean of each final measure, with its difference."""
+    value_functions = [
+        lambda line, measure=measure: find_final_value(line, eval_set, measure)
+        for measure in measures
+    ]
+    return _compared_cells(row, by_title, value_functions)
+
+
+def _reward_cells(
+    row: TableRow, by_title: Mapping[str, Sequence[Line]], seconds: Sequence[float]
+) -> list[str]:
+    """Return the mean reward after some seconds of training, with its difference."""
+    value_functions = [lambda line, limit=limit: reward_after(line, limit) for limit in seconds]
+    return _compared_cells(row, by_title, value_functions)
+
+
+def _compared_cells(
+    row: TableRow,
+    by_title: Mapping[str, Sequence[Line]],
+    value_functions: Iterable[Callable[[Line], float | None]],
+) -> list[str]:
+    """Return the mean of each value, and its difference, bold if the interval excludes 0."""
     first = next(iter(by_title))
     compared_with = row.compared_with or first
     title = row.title if compared_with == first else f"{row.title} (to {compared_with})"
     cells = [title]
-    for measure in measures:
-        values = [find_final_value(line, eval_set, measure) for line in row.lines]
-        present = [value for value in values if value is not None]
+    for value_of in value_functions:
+        present = [value for value in map(value_of, row.lines) if value is not None]
         cell = f"{statistics.mean(present):.3f}" if present else ""
         if row.title != compared_with:
-            cell += _difference(row.lines, by_title.get(compared_with, ()), eval_set, measure)
+            cell += _difference(_paired(row.lines, by_title.get(compared_with, ()), value_of))
         cells.append(cell)
     return cells
 
 
-def _difference(lines: Sequence[Line], others: Sequence[Line], eval_set: str, measure: str) -> str:
-    differences = paired_difference(lines, others, eval_set, measure)
+def _difference(differences: Sequence[float]) -> str:
     interval = seed_interval(differences)
     if interval is None:
         return ""

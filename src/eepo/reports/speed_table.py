@@ -1,13 +1,15 @@
-"""Formats how fast runs reach a goal: steps of every seed, completions and seconds."""
+"""Formats how fast runs reach a goal, and how much reward they earn at equal time."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 
 from eepo.reports.run_lines import Line
 
 HEAD = ("", "reached", "steps of each seed", "median", "completions", "seconds")
 NEVER = "–"
+WINDOW = 5  # steps that a reward is averaged over
 
 Goal = Callable[[Line], int | None]  # the step in which a run reached it
 
@@ -49,3 +51,20 @@ def seconds_until(line: Line, last: int) -> float:
         total += steps * row["seconds/total"]
         done += steps
     return total
+
+
+def reward_after(line: Line, seconds: float) -> float | None:
+    """Return the stage-1 reward when a run has trained for some seconds: a mean over a few steps.
+
+    A run that has ended before keeps its last reward. None: its first steps took longer.
+    """
+    done: list[tuple[int, float]] = []  # step, reward
+    spent, last = 0.0, 0
+    for row in line["metrics"]:
+        spent += (row["step"] - last) * row["seconds/total"]
+        last = row["step"]
+        if spent > seconds:
+            break
+        done.append((last, row["stage1/reward"]))
+    recent = [reward for step, reward in done if step > done[-1][0] - WINDOW]
+    return statistics.fmean(recent) if recent else None
