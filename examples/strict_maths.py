@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from eepo import Verdict
 from eepo.rewards.guess_or_reason import CALCULATE
 from eepo.rewards.guess_or_reason import grade as lenient_grade
-from eepo.types import Verdict
 
 
 def grade(completion: str, gold: str) -> Verdict:
