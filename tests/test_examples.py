@@ -48,7 +48,8 @@ def run(folder: Path, *arguments: object) -> str:
 
 
 def test_there_are_examples() -> None:
-    assert {path.name for path in SCRIPTS} == {"custom_reward.py", "strict_maths.py", "trl_gsm8k.py"}
+    names = {path.stem for path in SCRIPTS}
+    assert names == {"custom_reward", "strict_maths", "trl_gsm8k"}
 
 
 @pytest.mark.parametrize("name", sources())
