@@ -24,7 +24,7 @@ from eepo.config import DatasetConfig, ModelConfig, RewardConfig
 from eepo.model import loading
 from eepo.protocols import Reward, RolloutEngine
 from eepo.rewards import build_grader
-from eepo.rewards.guess_or_reason import GUESS, REASON
+from eepo.rewards.guess_or_reason import CALCULATE, GUESS, REASON
 from eepo.rollout.builtin import builtin_engine
 from eepo.tasks.dataset import Dataset
 from eepo.types import Completion, Sampling, Verdict
@@ -47,7 +47,7 @@ class Cell:
     num_completions: int
     num_reason: int
     num_reason_correct: int
-    num_guess: int  # the rest has no answer
+    num_guess: int  # also by a calculation in the box; the rest has no answer
     num_guess_correct: int
     mean_tokens: float
     truncated_share: float
@@ -98,14 +98,15 @@ def count(
     seconds: float,
 ) -> Cell:
     labels = [(verdict.label, verdict.correct) for verdict in verdicts]
+    guesses = [correct for label, correct in labels if label in (GUESS, CALCULATE)]
     return Cell(
         prompt=name,
         num_examples=num_examples,
         num_completions=len(labels),
         num_reason=sum(label == REASON for label, _ in labels),
         num_reason_correct=labels.count((REASON, True)),
-        num_guess=sum(label == GUESS for label, _ in labels),
-        num_guess_correct=labels.count((GUESS, True)),
+        num_guess=len(guesses),
+        num_guess_correct=sum(guesses),
         mean_tokens=sum(len(c.token_ids) for c in completions) / len(completions),
         truncated_share=sum(not c.finished for c in completions) / len(completions),
         seconds=seconds,

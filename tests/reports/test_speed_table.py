@@ -73,6 +73,7 @@ def test_the_reward_at_a_time_is_a_mean_of_the_last_five_steps_until_then() -> N
     assert reward_after(run, 4.9) == pytest.approx(0.15)
     assert reward_after(run, 8) == pytest.approx((0.2 + 0.3 + 0.4) / 3)
     assert reward_after(run, 1000) == pytest.approx((0.3 + 0.4 + 0.5) / 3), "it has ended"
+    assert reward_after(line(0, None), 1000) is None, "an old line has no such rewards"
 
 
 def test_a_table_compares_rewards_at_equal_time_paired_by_seed() -> None:

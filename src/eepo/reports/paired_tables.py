@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from eepo.evaluation.estimates import seed_interval
 from eepo.reports.measures import shown_measures
@@ -135,19 +136,15 @@ def _final_cells(
     measures: Sequence[str],
 ) -> list[str]:
     """Return the mean of each final measure, with its difference."""
-    value_functions = [
-        lambda line, measure=measure: find_final_value(line, eval_set, measure)
-        for measure in measures
-    ]
-    return _compared_cells(row, by_title, value_functions)
+    values = [partial(find_final_value, eval_set=eval_set, measure=each) for each in measures]
+    return _compared_cells(row, by_title, values)
 
 
 def _reward_cells(
     row: TableRow, by_title: Mapping[str, Sequence[Line]], seconds: Sequence[float]
 ) -> list[str]:
     """Return the mean reward after some seconds of training, with its difference."""
-    value_functions = [lambda line, limit=limit: reward_after(line, limit) for limit in seconds]
-    return _compared_cells(row, by_title, value_functions)
+    return _compared_cells(row, by_title, [partial(reward_after, seconds=s) for s in seconds])
 
 
 def _compared_cells(

@@ -56,7 +56,8 @@ def seconds_until(line: Line, last: int) -> float:
 def reward_after(line: Line, seconds: float) -> float | None:
     """Return the stage-1 reward when a run has trained for some seconds: a mean over a few steps.
 
-    A run that has ended before keeps its last reward. None: its first steps took longer.
+    A run that has ended before keeps its last reward. None: its first steps took longer, or its
+    line is older than this metric.
     """
     done: list[tuple[int, float]] = []  # step, reward
     spent, last = 0.0, 0
@@ -65,6 +66,7 @@ def reward_after(line: Line, seconds: float) -> float | None:
         last = row["step"]
         if spent > seconds:
             break
-        done.append((last, row["stage1/reward"]))
+        if "stage1/reward" in row:
+            done.append((last, row["stage1/reward"]))
     recent = [reward for step, reward in done if step > done[-1][0] - WINDOW]
     return statistics.fmean(recent) if recent else None

@@ -36,7 +36,8 @@ def strategies_figure(runs: Sequence[Run]) -> Figure | None:
     figure, panels = new_panels(1 + len(labels))
     draw_methods(panels[0], methods, "stage1/reward")
     label_steps(panels[0], "reward of the policy (stage 1)")
-    share = "share of completions:" if len(labels) == 1 else "share labelled"  # must fit
+    # Two panels with labels leave less room for their titles.
+    share = "share of completions:" if len(labels) == 1 else "share labelled"
     for axes, label in zip(panels[1:], labels, strict=True):
         for stage, dashes in enumerate(LINE_STYLES[:2], 1):
             draw_methods(axes, methods, f"stage{stage}/label/{label}", dashes)

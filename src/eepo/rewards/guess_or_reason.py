@@ -24,10 +24,12 @@ MAX_TEXT = 20_000  # characters that are searched
 _OPERATION = re.compile(r"[-+*/×÷−]|\\times|\\cdot|\\div|\\frac")
 _DIGIT = re.compile(r"\d")
 _BOX = re.compile(r"\\(?:boxed|fbox)\b")
-_TIMES = re.compile(r"\\(?:times|cdot|div)(?![a-z])|[×÷]")
-_UNITS = re.compile(r"\\text ?\{[^{}]*\}|\\?[$%]|\\[,; ]|[A-Za-z]{2,}|(?<=\d),(?=\d{3})|\s")
-_ONLY_NUMBERS = re.compile(r"[-+*/−=.()\d]+")
-_SUM_OR_PRODUCT = re.compile(r"\d\)*[-+*−]\(*\d|\d\)*/\(*\d.*[/=]")
+_SIGN = re.compile(r"\\(?:times|cdot|div)(?![a-z])|[×÷]")
+# Units, currencies, spaces, and the comma in 1,200
+_NO_NUMBER = re.compile(r"\\text ?\{[^{}]*\}|\\?[$%]|\\[,; ]|[A-Za-z]{2,}|(?<=\d),(?=\d{3})|\s")
+_ARITHMETIC = re.compile(r"[-+*/−=.()\d]+")
+# 3 + 4, or a division that is not only a fraction: 36/2 = 18, 36/2/3
+_CALCULATION = re.compile(r"\d\)*[-+*−]\(*\d|\d\)*/\(*\d.*[/=]")
 
 
 def grade(gold: Any, text: str) -> Verdict:
@@ -64,5 +66,5 @@ def _is_calculation(answer: str) -> bool:
 
     A fraction such as 3/4, a point such as (1, -2), and formulas with letters are results.
     """
-    text = _UNITS.sub("", _TIMES.sub("*", answer))
-    return bool(_ONLY_NUMBERS.fullmatch(text) and _SUM_OR_PRODUCT.search(text))
+    text = _NO_NUMBER.sub("", _SIGN.sub("*", answer))  # which operation it is does not matter
+    return bool(_ARITHMETIC.fullmatch(text) and _CALCULATION.search(text))
