@@ -101,9 +101,9 @@ def test_a_completion_without_an_answer_has_a_label_of_its_own(text: str) -> Non
     ],
 )  # fmt: skip
 def test_hostile_completions_are_labelled_quickly(text: str) -> None:
-    started = time.process_time()
+    started = time.thread_time()  # threads of other tests do not count
     strategy_of(text)
-    assert time.process_time() - started < 1
+    assert time.thread_time() - started < 1
 
 
 def test_the_reward_is_found_by_its_name() -> None:

@@ -3,6 +3,7 @@ r"""Extracts \boxed{...}: models are asked to put the answer there, and data set
 from __future__ import annotations
 
 import re
+from collections import deque
 
 MAX_BOXES = 10  # boxes tried from the end of the text until a closed one is found
 MAX_ANSWER = 2_000  # characters in a box; longer contents are not an answer
@@ -16,7 +17,7 @@ def last_boxed(text: str) -> str | None:
 
     `\boxed 5` without braces counts, too. Runs in linear time.
     """
-    for match in list(_BOX.finditer(text))[: -MAX_BOXES - 1 : -1]:
+    for match in reversed(deque(_BOX.finditer(text), maxlen=MAX_BOXES)):
         start = match.end()
         if text[start] != "{":
             return re.split(r"[\s$,]|\.$", text[start : start + 50])[0]

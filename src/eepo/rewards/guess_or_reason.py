@@ -11,6 +11,7 @@ Runs in a grading process (`isolation.py`).
 from __future__ import annotations
 
 import re
+from collections import deque
 from typing import Any
 
 from eepo.rewards import math
@@ -41,8 +42,8 @@ def grade(gold: Any, text: str) -> Verdict:
 
 def strategy_of(text: str) -> str:
     """Return whether a completion guesses, calculates in its answer, or reasons before it."""
-    boxes = list(_BOX.finditer(text))
-    before = text[: boxes[-1].start() if boxes else len(text)][:MAX_TEXT]
+    last_box = deque(_BOX.finditer(text), maxlen=1)
+    before = text[: last_box[0].start() if last_box else len(text)][:MAX_TEXT]
     has_words = len(before.split(maxsplit=MIN_WORDS)) >= MIN_WORDS
     if has_words or _calculates(before):
         return REASON
