@@ -45,6 +45,11 @@ def test_a_bare_answer_is_a_guess(text: str) -> None:
         "36/2 = 18",
         "36 / 2 / 1",
         "9 × 2 \\text{ dollars}",
+        "18 - \\frac{18}{3}",
+        "\\dfrac{3 \\times 18}{2}",
+        "\\frac{\\frac{1}{2} \\times 18}{3}",
+        "\\frac{18}{3} = 6",
+        "50 - \\left(2 \\times 13 + 5\\right)",
     ],
 )
 def test_a_calculation_in_the_answer_has_a_label_of_its_own(answer: str) -> None:
@@ -56,6 +61,7 @@ def test_a_calculation_in_the_answer_has_a_label_of_its_own(answer: str) -> None
     "answer",
     [
         "18", "-18", "\\$1,800", "18.5", "3/4", "\\frac{3}{4}", "(1, -2)", "(1,-2)", "x-1",
+        "-\\dfrac{3}{4}", "1\\frac{1}{2}", "\\frac{x-1}{2}", "\\left(1, -2\\right)",
         "x = 18", "3 - 4i", "5 - 2\\sqrt{3}", "2^{10}", "18 dollars", "1-", "=", "",
     ],
 )  # fmt: skip

@@ -26,8 +26,13 @@ _OPERATION = re.compile(r"[-+*/×÷−]|\\times|\\cdot|\\div|\\frac")
 _DIGIT = re.compile(r"\d")
 _BOX = re.compile(r"\\(?:boxed|fbox)\b")
 _SIGN = re.compile(r"\\(?:times|cdot|div)(?![a-z])|[×÷]")
+_FRACTION = re.compile(r"\\[dt]?frac ?\{([^{}]*)\} ?\{([^{}]*)\}")
+MAX_NESTED = 3  # fractions within fractions
 # Units, currencies, spaces, and the comma in 1,200
-_NO_NUMBER = re.compile(r"\\text ?\{[^{}]*\}|\\?[$%]|\\[,; ]|[A-Za-z]{2,}|(?<=\d),(?=\d{3})|\s")
+_NO_NUMBER = re.compile(
+    r"\\text ?\{[^{}]*\}|\\(?:left|right)(?![a-z])|\\?[$%]|\\[,; ]|[A-Za-z]{2,}"
+    r"|(?<=\d),(?=\d{3})|\s"
+)
 _ARITHMETIC = re.compile(r"[-+*/−=.()\d]+")
 # 3 + 4, or a division that is not only a fraction: 36/2 = 18, 36/2/3
 _CALCULATION = re.compile(r"\d\)*[-+*−]\(*\d|\d\)*/\(*\d.*[/=]")
@@ -67,5 +72,7 @@ def _is_calculation(answer: str) -> bool:
 
     A fraction such as 3/4, a point such as (1, -2), and formulas with letters are results.
     """
+    for _ in range(MAX_NESTED):
+        answer = _FRACTION.sub(r"((\1)/(\2))", answer)
     text = _NO_NUMBER.sub("", _SIGN.sub("*", answer))  # which operation it is does not matter
     return bool(_ARITHMETIC.fullmatch(text) and _CALCULATION.search(text))
