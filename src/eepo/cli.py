@@ -263,7 +263,7 @@ def sweep(
     overrides: Overrides = None,
     jobs: Annotated[
         int,
-        typer.Option("--jobs", min=0, help="Parallel runs; 0: one on a GPU, else one per 2 cores."),
+        typer.Option("--jobs", min=0, help="Parallel runs; 0: one per GPU, else one per 2 cores."),
     ] = 0,
 ) -> None:
     """Train a recipe over a grid of knobs and seeds. The same command continues a stopped sweep."""
@@ -314,7 +314,7 @@ def reproduce(
     out: Annotated[Path, typer.Option("--out", help="Folder of the runs and the results.")],
     jobs: Annotated[
         int,
-        typer.Option("--jobs", min=0, help="Parallel runs; 0: one on a GPU, else one per 2 cores."),
+        typer.Option("--jobs", min=0, help="Parallel runs; 0: one per GPU, else one per 2 cores."),
     ] = 0,
     dry_run: Annotated[
         bool,

@@ -219,12 +219,15 @@ class Idle:
     """Starts jobs that end at once, without an error and without a result."""
 
     commands: ClassVar[list[str]] = []
+    gpus: ClassVar[list[str | None]] = []
 
     def __init__(self, environment: Any) -> None:
         self.commands.clear()
+        self.gpus.clear()
 
     def __call__(self, job: Job, environment: Any, inherited: Sequence[int]) -> Process:
         self.commands.append(job.command[3])
+        self.gpus.append(environment.get("CUDA_VISIBLE_DEVICES"))
         assert len(self.commands) < 5, "the job is started again and again"
         job.log.parent.mkdir(parents=True, exist_ok=True)
         return SimpleNamespace(pid=len(self.commands), poll=lambda: 0)  # type: ignore[return-value]
@@ -241,6 +244,31 @@ def test_a_job_that_ends_without_a_result_has_failed(
     assert Idle.commands == [["train", "eval"][trained]]
     assert "ended without an error, but is not finished" in outcome.failed["grpo seed 0"]
     assert outcome.num_done == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "expected"),
+    [
+        ("cuda", ["2", "5"], ["2", "5", "2"]),
+        ("auto", ["2", "5"], ["2", "5", "2"]),
+        ("cuda", ["2"], [None, None, None]),  # no choice
+        ("cuda:1", ["2", "5"], [None, None, None]),
+        ("cpu", ["2", "5"], [None, None, None]),
+    ],
+)
+def test_runs_are_spread_over_the_gpus(
+    device: str,
+    gpus: list[str],
+    expected: list[str | None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(runner, "WarmStarter", Idle)
+    monkeypatch.setattr(runner, "visible_gpus", lambda: gpus)
+    knobs = [*TINY[1:], f"model.device={device}"]
+    run(make(tmp_path, {"grpo": {}}, set=knobs, seeds=[0, 1, 2]), num_jobs=3)
+    assert Idle.gpus == expected
 
 
 @pytest.mark.slow

@@ -196,11 +196,16 @@ def test_runs_share_the_cores_and_a_gpu_has_one_run(
         monkeypatch.delenv(name, raising=False)
     assert num_jobs(planned(tmp_path, "model.device=cpu")) == max(1, num_cores() // 2)
     assert num_jobs(planned(tmp_path, "model.device=cpu,cuda:0")) == 1
-    assert job_environment(1)["OMP_NUM_THREADS"] == str(num_cores())
-    assert job_environment(4 * num_cores())["OMP_NUM_THREADS"] == "1"
-    assert [job_environment(jobs)["EEPO_GPU_SHARE"] for jobs in (1, 8)] == ["1.0", "0.125"]
+    assert job_environment(1, 0)["OMP_NUM_THREADS"] == str(num_cores())
+    assert job_environment(4 * num_cores(), 1)["OMP_NUM_THREADS"] == "1"
+    assert [job_environment(jobs, 1)["EEPO_GPU_SHARE"] for jobs in (1, 8)] == ["1.0", "0.125"]
+    assert [job_environment(jobs, 4)["EEPO_GPU_SHARE"] for jobs in (2, 4, 5)] == [
+        "1.0",
+        "1.0",
+        "0.5",
+    ]
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert job_environment(1)["OMP_NUM_THREADS"] == "7"
+    assert job_environment(1, 0)["OMP_NUM_THREADS"] == "7"
 
 
 # --- whole sweeps ---

@@ -45,7 +45,7 @@ def run(
     method: Methods = None,
     jobs: Annotated[
         int,
-        typer.Option("--jobs", min=0, help="Parallel runs; 0: one on a GPU, else one per 2 cores."),
+        typer.Option("--jobs", min=0, help="Parallel runs; 0: one per GPU, else one per 2 cores."),
     ] = 0,
 ) -> None:
     """Run everything that is not done, then write the plan's tables and figures.

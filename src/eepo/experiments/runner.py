@@ -19,6 +19,7 @@ from eepo import assemble, recipe
 from eepo.evaluation.options import BenchmarkOptions, option_name
 from eepo.experiments.experiment import CHECKPOINTS, FINAL, Experiment, Run
 from eepo.experiments.folder_lock import FolderLock, locked_folder
+from eepo.experiments.gpus import GpuPool, visible_gpus
 from eepo.experiments.lines import BENCHMARKS
 from eepo.experiments.plan import Benchmarks, Selection
 from eepo.experiments.processes import Job, Process, Starter, failure_reason, run_jobs
@@ -202,28 +203,28 @@ def benchmark_options(experiment: Experiment, run: Run, benchmarks: Benchmarks) 
 
 
 def default_jobs(experiment: Experiment, runs: Sequence[Run]) -> int:
-    """Return one job per two cores; on a GPU one job, because more may not fit.
+    """Return one job per two cores, or one per GPU, because more may not fit.
 
-    At equal time, runs are trained one after another.
+    At equal time, or if recipes name a GPU, runs are trained one after another.
     """
     devices = {experiment.config(run).model.device for run in runs}
-    on_gpu = any(device.startswith("cuda") for device in devices) or (
-        "auto" in devices and torch.cuda.is_available()
-    )
-    one_at_a_time = on_gpu or experiment.plan.equal == "time"
-    return 1 if one_at_a_time else max(1, num_cores() // 2)
+    if experiment.plan.equal == "time" or any(device.startswith("cuda:") for device in devices):
+        return 1
+    on_gpu = "cuda" in devices or ("auto" in devices and torch.cuda.is_available())
+    return max(1, len(visible_gpus()) if on_gpu else num_cores() // 2)
 
 
 def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def job_environment(num_jobs: int) -> dict[str, str]:
+def job_environment(num_jobs: int, num_gpus: int) -> dict[str, str]:
     """Return environment variables that give each run its share of the cores and of a GPU.
 
     More threads than cores would wait for each other. The GPU share sizes the KV cache.
     """
-    shares = {"OMP_NUM_THREADS": max(1, num_cores() // num_jobs), "EEPO_GPU_SHARE": 1 / num_jobs}
+    per_gpu = -(-num_jobs // max(1, num_gpus))
+    shares = {"OMP_NUM_THREADS": max(1, num_cores() // num_jobs), "EEPO_GPU_SHARE": 1 / per_gpu}
     return {name: str(share) for name, share in shares.items()} | os.environ
 
 
@@ -237,6 +238,8 @@ class _Workers:
         self._runs: dict[str, Run] = {}  # by title
         self._running: set[str] = set()  # titles
         self._num_parallel = 1
+        self._gpu_names = visible_gpus()
+        self._gpus = GpuPool(self._gpu_names)
         self._out_of_memory: list[Job] = []  # they continue later, with fewer jobs at a time
 
     def run(self, num_jobs: int) -> bool:
@@ -247,7 +250,7 @@ class _Workers:
         jobs, completed = self.new_jobs(), True
         while jobs and completed:
             self._num_parallel, self._out_of_memory = num_jobs, []
-            environment = job_environment(num_jobs)
+            environment = job_environment(num_jobs, len(self._gpu_names))
             completed = run_jobs(
                 jobs, num_jobs, environment, self.on_exit, self.on_stop,
                 inherited_fds=(self.lock.descriptor,), starter=self.starter(environment),
@@ -262,9 +265,14 @@ class _Workers:
         def start_noted(job: Job, given: Mapping[str, str], inherited: Sequence[int]) -> Process:
             self._running.add(job.title)
             self.lock.list_running(sorted(self._running))
-            return start(job, given, inherited)
+            return start(job, {**given, **self._gpu_of(job)}, inherited)
 
         return start_noted
+
+    def _gpu_of(self, job: Job) -> dict[str, str]:
+        """Choose a GPU for a job, unless its recipe names one."""
+        device = self.experiment.config(self._runs[job.title]).model.device
+        return self._gpus.take(job.title) if device in ("auto", "cuda") else {}
 
     def new_jobs(self) -> list[Job]:
         """Return jobs for the runs that can start now."""
@@ -274,6 +282,7 @@ class _Workers:
 
     def on_exit(self, job: Job, code: int) -> list[Job]:
         """Record the run, and return the jobs that can run now."""
+        self._gpus.release(job.title)
         run = self._runs[job.title]
         next_job = None if code else self._next_job(run)
         if next_job and next_job.log != job.log:
