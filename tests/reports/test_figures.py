@@ -126,6 +126,11 @@ def test_the_same_runs_give_the_same_bytes(runs):
     assert first == second
 
 
+def test_without_a_success_pass_at_k_shows_no_negative_shares(write_run):
+    figure = pass_at_k_figure([read_run(write_run(correct=(0, 0, 0, 0), start=False))])
+    assert [axes.get_ylim() for axes in figure.axes] == [(0, 1), (0, 1)]
+
+
 def test_a_method_name_is_not_parsed_as_a_formula(write_run):
     runs = [read_run(write_run(r"a$\\frac$b"))]
     assert all(image_bytes(figure, "png") for figure in (pass_at_k_figure(runs), cost_figure(runs)))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from eepo.tasks.templates import INSTRUCTION, render
+from eepo.tasks.templates import INSTRUCTION, render, render_all
 from eepo.types import UserError
 
 TRICKY = r"Let $S = \{x_{1}, x_{2}\}$; {problem} is {0} and {name}. Ünïcode → 漢"
@@ -72,3 +72,16 @@ def test_examples_come_first_in_a_plain_prompt(byte_tokenizer: Callable[..., Any
     text, token_ids = render("3+3?", "Q {problem} A ", byte_tokenizer(), [("1+1?", "\\boxed{2}")])
     assert text == "Q 1+1? A \\boxed{2}\n\nQ 3+3? A "
     assert token_ids.count(0) == 1
+
+
+@pytest.mark.parametrize("template", ["boxed", "chat", "{problem}"])
+def test_many_prompts_are_the_same_as_one_by_one(
+    template: str, byte_tokenizer: Callable[..., Any]
+) -> None:
+    tokenizer = byte_tokenizer()
+    problems = ["1+1?", "<bos>2+2?", TRICKY, "1+1?"]  # one has its own BOS, one comes twice
+    one_by_one = [render(problem, template, tokenizer) for problem in problems]
+    assert render_all(problems, template, tokenizer) == one_by_one
+    assert render_all([], template, tokenizer) == []
+    if template == "{problem}":
+        assert [ids.count(tokenizer.bos_token_id) for _, ids in one_by_one] == [1, 1, 1, 1]

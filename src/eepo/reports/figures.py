@@ -90,6 +90,8 @@ def pass_at_k_figure(runs: Sequence[Run]) -> Figure | None:
                 drawn[method] = None
                 _draw_pass_at_k(axes, rows, styles[method], banded=not crowded)
         label_k(axes, [row for rows in evaluations.values() for row in rows])
+        if axes.dataLim.y1 <= 0:  # no success: matplotlib would show negative shares
+            start_at_zero(axes)
         axes.set_title(name_label(f"pass@k, {display_name(eval_set)}"))
     add_legend(figure, method_handles(drawn, markers=True))
     return figure

@@ -11,7 +11,7 @@ from eepo.tasks.benchmarks import BENCHMARKS, load_benchmark
 from eepo.tasks.order import shuffled_index
 from eepo.tasks.overlap import find_overlap
 from eepo.tasks.problems import Columns, Problem, read_problems, short_name, split_at_mark
-from eepo.tasks.templates import Example, render
+from eepo.tasks.templates import Example, render_all
 from eepo.types import NO_COLUMNS, Demonstration, Prompt, RowColumns, UserError
 
 IN_DISTRIBUTION = "in_distribution"  # the evaluation set of held-out training problems
@@ -29,9 +29,9 @@ def make_prompts(
 
     Longer prompts are left out. They are never truncated.
     """
+    rendered = render_all([each.text for each in problems], template, tokenizer, examples)
     prompts = []
-    for problem in problems:
-        text, token_ids = render(problem.text, template, tokenizer, examples)
+    for problem, (text, token_ids) in zip(problems, rendered, strict=True):
         if len(token_ids) <= max_prompt_tokens:
             prompts.append(Prompt(problem.id, text, token_ids, problem.answer, problem.columns))
     return prompts, len(problems) - len(prompts)

@@ -17,24 +17,42 @@ Example = tuple[str, str]  # a problem, and the completion that the model should
 def render(
     problem_text: str, template: str, tokenizer: Any, examples: Sequence[Example] = ()
 ) -> tuple[str, tuple[int, ...]]:
-    """Return the text and the token ids of the prompt.
+    """Return the text and the token ids of one prompt, as `render_all` does for many."""
+    return render_all([problem_text], template, tokenizer, examples)[0]
+
+
+def render_all(
+    problem_texts: Sequence[str], template: str, tokenizer: Any, examples: Sequence[Example] = ()
+) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the texts and the token ids of prompts. One call is faster than a call per prompt.
 
     `template` is "boxed" (plain text, for base models), "chat" (the model's chat template), or a
     text in which {problem} is replaced. If that text starts with "chat:", the rest is the user
     message in the model's chat template. `examples` come before the problem, in the same form.
     """
     if template == "chat" or template.startswith(CHAT):
-        text = _chat(problem_text, template, tokenizer, examples)
-        add_special_tokens = False  # the chat template contains them, including BOS
+        texts = [_chat(each, template, tokenizer, examples) for each in problem_texts]
+        with_bos = texts  # the chat template contains all special tokens
     else:
         form = BOXED if template == "boxed" else template
         solved = [_fill(form, problem) + completion for problem, completion in examples]
-        text = "\n\n".join([*solved, _fill(form, problem_text)])
-        has_bos = tokenizer.bos_token and text.startswith(tokenizer.bos_token)
-        add_special_tokens = not has_bos  # never two BOS tokens
+        texts = ["\n\n".join([*solved, _fill(form, each)]) for each in problem_texts]
+        bos = tokenizer.bos_token
+        with_bos = [text for text in texts if bos and text.startswith(bos)]
+    token_ids = _token_ids(with_bos, tokenizer, add_special_tokens=False)  # never two BOS tokens
+    without_bos = [text for text in texts if text not in token_ids]
+    token_ids |= _token_ids(without_bos, tokenizer, add_special_tokens=True)
+    return [(text, token_ids[text]) for text in texts]
+
+
+def _token_ids(
+    texts: Sequence[str], tokenizer: Any, add_special_tokens: bool
+) -> dict[str, tuple[int, ...]]:
+    if not texts:
+        return {}
     # verbose=False suppresses the warning about long prompts: the caller drops and counts them.
-    encoding = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
-    return text, tuple(encoding.input_ids)
+    encoding = tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)
+    return dict(zip(texts, map(tuple, encoding.input_ids), strict=True))
 
 
 def _chat(problem_text: str, template: str, tokenizer: Any, examples: Sequence[Example]) -> str:
