@@ -39,6 +39,7 @@ def runs(experiment: Experiment, **selected: Any) -> list[Run]:
     [
         ({"regimes": ("dence",)}, "--regime dence is not in plan.toml; allowed: dense, finite"),
         ({"methods": ("eppo",)}, "--method eppo is not in plan.toml; allowed: grpo, wide, eepo"),
+        ({"seeds": (7,)}, "--seed 7 is not in plan.toml; allowed: 0, 1, 2, 100, 101"),
         ({"phases": ("stale",)}, "--phase stale is not in plan.toml; allowed: tune, report"),
     ],
 )
@@ -47,6 +48,11 @@ def test_a_selection_that_the_plan_does_not_have_is_an_error(
 ) -> None:
     with pytest.raises(UserError, match=message):
         runs(plans.tuned(tmp_path), **selected)
+
+
+def test_runs_of_some_seeds_can_be_selected(plans: SimpleNamespace, tmp_path: Path) -> None:
+    chosen = runs(plans.tuned(tmp_path), regimes=("dense",), seeds=(1, 101))
+    assert {(run.phase, run.seed) for run in chosen} == {("report", 1), ("tune", 101)}
 
 
 def test_tuning_runs_every_value_of_a_tuned_knob(plans: SimpleNamespace, tmp_path: Path) -> None:

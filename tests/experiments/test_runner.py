@@ -322,25 +322,32 @@ def test_failed_and_killed_runs_do_not_affect_others_and_are_tried_again(
 class Crowded:
     """Starts jobs. Those that share the memory with others end as they do if it runs out."""
 
+    end = "exit('eepo: out of memory (tried to allocate 2.00 GiB)')"
+
     def __init__(self, environment: Any) -> None:
         self.start = WarmStarter(environment)
 
     def __call__(self, job: Job, environment: Any, inherited: Sequence[int]) -> Process:
         if float(environment["EEPO_GPU_SHARE"]) == 1:
             return self.start(job, environment, inherited)
-        words = (sys.executable, "-c", "exit('eepo: out of memory (tried to allocate 2.00 GiB)')")
+        words = (sys.executable, "-c", self.end)
         return processes.start(replace(job, command=words), environment, inherited)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("end", "why"),
+    [(Crowded.end, "out of memory"), ("import os; os.kill(os.getpid(), 9)", "killed")],
+)
 def test_runs_that_have_too_little_memory_together_continue_one_after_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    end: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "WarmStarter", Crowded)
+    monkeypatch.setattr(Crowded, "end", end)
     methods = {"grpo": {}, "hot": {"weights": "grpo", "set": ["evaluation.temperature=1.4"]}}
     outcome, text = run(make(tmp_path, methods, seeds=[0, 1]), num_jobs=2)
     assert (outcome.num_done, outcome.failed) == (4, {})
-    assert "grpo seed 1: out of memory; it continues later" in text
+    assert f"grpo seed 1: {why}; it continues later" in text
     assert not list(tmp_path.rglob("failed.txt"))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -127,6 +127,7 @@ class Selection:
     phases: tuple[str, ...] = ()
     regimes: tuple[str, ...] = ()
     methods: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = ()  # of runs; tables and figures have all seeds
 
 
 @dataclass(frozen=True)
@@ -271,17 +272,18 @@ class Plan:
 
     def check_selection(self, selection: Selection) -> None:
         """Raise an error for the first name that the plan does not have."""
-        lists: tuple[tuple[str, Sequence[str], Mapping[str, Any]], ...] = (
+        seeds = sorted({seed for phase in self.phases.values() for seed in phase.seeds})
+        lists: tuple[tuple[str, Sequence[Any], Collection[Any]], ...] = (
             ("--phase", selection.phases, self.phases),
             ("--regime", selection.regimes, self.regimes),
             ("--method", selection.methods, self.methods),
+            ("--seed", selection.seeds, seeds),
         )
         for option, names, known in lists:
             for name in names:
                 if name not in known:
-                    raise UserError(
-                        f"{option} {name} is not in {self.source}; allowed: {', '.join(known)}"
-                    )
+                    allowed = ", ".join(map(str, known))
+                    raise UserError(f"{option} {name} is not in {self.source}; allowed: {allowed}")
 
 
 def grid_points(grid: Mapping[str, Sequence[str]]) -> Iterator[Point]:

@@ -34,6 +34,9 @@ Regimes = Annotated[
 Methods = Annotated[
     list[str] | None, typer.Option("--method", metavar="NAME", help="Only this method; repeatable.")
 ]
+Seeds = Annotated[
+    list[int] | None, typer.Option("--seed", metavar="N", help="Only this seed; repeatable.")
+]
 
 
 @app.command()
@@ -43,6 +46,7 @@ def run(
     phase: Phases = None,
     regime: Regimes = None,
     method: Methods = None,
+    seed: Seeds = None,
     jobs: Annotated[
         int,
         typer.Option("--jobs", min=0, help="Parallel runs; 0: one per GPU, else one per 2 cores."),
@@ -58,7 +62,7 @@ def run(
 
     progress = Progress()
     experiment = _experiment(plan, out)
-    selection = _selection(phase, regime, method)
+    selection = _selection(phase, regime, method, seed)
     make_schedule(experiment, selection)  # finds mistakes before a warm start
     train_starts(experiment, selection, progress)
     outcome = run_in_processes(experiment, selection, jobs, progress, plan.stem)
@@ -81,6 +85,7 @@ def show(
     phase: Phases = None,
     regime: Regimes = None,
     method: Methods = None,
+    seed: Seeds = None,
     commands: Annotated[
         bool, typer.Option("--commands", help="Print the command of every run that is left.")
     ] = False,
@@ -90,7 +95,7 @@ def show(
 
     progress, experiment = Progress(), _experiment(plan, out)
     lines = command_lines if commands else status_lines
-    for line in lines(experiment, _selection(phase, regime, method)):
+    for line in lines(experiment, _selection(phase, regime, method, seed)):
         progress.print(line)
 
 
@@ -147,8 +152,13 @@ def _experiment(plan: Path, out: Path) -> Experiment:
 
 
 def _selection(
-    phases: list[str] | None, regimes: list[str] | None, methods: list[str] | None
+    phases: list[str] | None,
+    regimes: list[str] | None,
+    methods: list[str] | None,
+    seeds: list[int] | None = None,
 ) -> Selection:
     from eepo.experiments.plan import Selection
 
-    return Selection(tuple(phases or ()), tuple(regimes or ()), tuple(methods or ()))
+    return Selection(
+        tuple(phases or ()), tuple(regimes or ()), tuple(methods or ()), tuple(seeds or ())
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -291,9 +292,12 @@ class _Workers:
         self.lock.list_running(sorted(self._running))
         if code:
             reason = failure_reason(job, code)
-            if OUT_OF_MEMORY in reason and self._num_parallel > 1:
+            # The kernel kills a process if the memory of the machine runs out.
+            killed = "killed" if code == -signal.SIGKILL else ""
+            why = OUT_OF_MEMORY if OUT_OF_MEMORY in reason else killed
+            if why and self._num_parallel > 1:
                 self._out_of_memory.append(job)
-                self.progress.print(f"{job.title}: {OUT_OF_MEMORY}; it continues later")
+                self.progress.print(f"{job.title}: {why}; it continues later")
                 return []
             self._fail(job, reason)
         elif next_job:  # it would do the same again

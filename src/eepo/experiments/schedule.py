@@ -169,6 +169,8 @@ def _slots(experiment: Experiment, selection: Selection) -> Iterator[Slot]:
     plan = experiment.plan
     for phase in experiment.phases(selection):
         for seed in plan.phases[phase].seeds:
+            if selection.seeds and seed not in selection.seeds:
+                continue
             for regime in plan.regimes:
                 if selection.regimes and regime not in selection.regimes:
                     continue
