@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import signal
@@ -10,21 +9,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-from rich.console import Console
 
-from eepo.experiments import processes, runner
+from eepo.experiments import runner
 from eepo.experiments.experiment import Experiment
 from eepo.experiments.plan import Selection
 from eepo.experiments.plan_file import parse_plan, read_plan
 from eepo.experiments.plan_reports import plan_tables
 from eepo.experiments.processes import Job, Process
-from eepo.experiments.runner import Outcome, run_here, run_in_processes
+from eepo.experiments.runner import run_here
 from eepo.experiments.status import status_lines
 from eepo.experiments.toml_tables import dump_tables
 from eepo.experiments.warm import WarmStarter
@@ -33,38 +30,12 @@ from eepo.runs.runlog import METRICS
 from eepo.trainer import Trainer
 from eepo.types import UserError
 
+from .tiny_plans import TINY, make, progress, run
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-TINY = [
-    "model.device=cpu",
-    "training.num_steps=1",
-    "training.prompts_per_step=2",
-    "training.prompts_per_mini_batch=2",
-    "algorithm.group_size=4",
-    "algorithm.max_new_tokens=12",
-    "algorithm.kl_coef=0.0",
-    "task.num_evaluation=2",
-    "evaluation.num_samples=2",
-    "evaluation.every=0",
-    "evaluation.start=false",
-]
 BENCHMARKS = {"samples": 2, "template": "{problem}", "max_new_tokens": 8}
 NO_MODEL = "model.path=/no/such/model"
-
-
-def make(out: Path, methods: dict[str, Any], **changes: Any) -> Experiment:
-    tables = {"recipe": "countdown/grpo", "set": TINY, "seeds": [0], "methods": methods}
-    return Experiment(parse_plan(tables | changes, "tiny.toml", Path()), out)
-
-
-def progress() -> tuple[runner.Progress, io.StringIO]:
-    text = io.StringIO()
-    return runner.Progress(Console(file=text, width=300)), text
-
-
-def run(experiment: Experiment, num_jobs: int = 1) -> tuple[Outcome, str]:
-    shown, text = progress()
-    return run_in_processes(experiment, Selection(), num_jobs, shown), text.getvalue()
 
 
 def sums(folder: Path) -> str:
@@ -317,48 +288,6 @@ def test_failed_and_killed_runs_do_not_affect_others_and_are_tried_again(
     assert not outcome.failed
     assert sorted(recorded(tmp_path)) == [("grpo", "", 0), ("grpo", "", 1)]
     assert not (tmp_path / "grpo" / "seed-0" / "failed.txt").exists()
-
-
-class Crowded:
-    """Starts jobs. Those that share the memory with others end as they do if it runs out."""
-
-    end = "exit('eepo: out of memory (tried to allocate 2.00 GiB)')"
-
-    def __init__(self, environment: Any) -> None:
-        self.start = WarmStarter(environment)
-
-    def __call__(self, job: Job, environment: Any, inherited: Sequence[int]) -> Process:
-        if float(environment["EEPO_GPU_SHARE"]) == 1:
-            return self.start(job, environment, inherited)
-        words = (sys.executable, "-c", self.end)
-        return processes.start(replace(job, command=words), environment, inherited)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("end", "why"),
-    [(Crowded.end, "out of memory"), ("import os; os.kill(os.getpid(), 9)", "killed")],
-)
-def test_runs_that_have_too_little_memory_together_continue_one_after_another(
-    end: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runner, "WarmStarter", Crowded)
-    monkeypatch.setattr(Crowded, "end", end)
-    methods = {"grpo": {}, "hot": {"weights": "grpo", "set": ["evaluation.temperature=1.4"]}}
-    outcome, text = run(make(tmp_path, methods, seeds=[0, 1]), num_jobs=2)
-    assert (outcome.num_done, outcome.failed) == (4, {})
-    assert f"grpo seed 1: {why}; it continues later" in text
-    assert not list(tmp_path.rglob("failed.txt"))
-
-
-@pytest.mark.slow
-def test_a_run_that_has_too_little_memory_alone_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runner, "WarmStarter", Crowded)
-    monkeypatch.setenv("EEPO_GPU_SHARE", "0.5")  # of a user who shares the GPU
-    outcome, _ = run(make(tmp_path, {"grpo": {}}), num_jobs=2)
-    assert outcome.failed["grpo seed 0"].startswith("eepo: out of memory")
 
 
 @pytest.mark.slow

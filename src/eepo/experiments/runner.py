@@ -7,6 +7,7 @@ seeds that are added to the plan add runs.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import shutil
 import signal
@@ -224,9 +225,16 @@ def job_environment(num_jobs: int, num_gpus: int) -> dict[str, str]:
 
     More threads than cores would wait for each other. The GPU share sizes the KV cache.
     """
-    per_gpu = -(-num_jobs // max(1, num_gpus))
-    shares = {"OMP_NUM_THREADS": max(1, num_cores() // num_jobs), "EEPO_GPU_SHARE": 1 / per_gpu}
+    shares = {
+        "OMP_NUM_THREADS": max(1, num_cores() // num_jobs),
+        "EEPO_GPU_SHARE": 1 / jobs_per_gpu(num_jobs, num_gpus),
+    }
     return {name: str(share) for name, share in shares.items()} | os.environ
+
+
+def jobs_per_gpu(num_jobs: int, num_gpus: int) -> int:
+    """Return how many jobs the fullest GPU has; without a GPU, all jobs."""
+    return math.ceil(num_jobs / max(1, num_gpus))
 
 
 class _Workers:
@@ -266,14 +274,14 @@ class _Workers:
         def start_noted(job: Job, given: Mapping[str, str], inherited: Sequence[int]) -> Process:
             self._running.add(job.title)
             self.lock.list_running(sorted(self._running))
-            return start(job, {**given, **self._gpu_of(job)}, inherited)
+            gpu = self._gpus.take(job.title) if self._may_choose_gpu(job) else {}
+            return start(job, {**given, **gpu}, inherited)
 
         return start_noted
 
-    def _gpu_of(self, job: Job) -> dict[str, str]:
-        """Choose a GPU for a job, unless its recipe names one."""
-        device = self.experiment.config(self._runs[job.title]).model.device
-        return self._gpus.take(job.title) if device in ("auto", "cuda") else {}
+    def _may_choose_gpu(self, job: Job) -> bool:
+        """Say whether a job may use any GPU: its recipe names none, and not the CPU."""
+        return self.experiment.config(self._runs[job.title]).model.device in ("auto", "cuda")
 
     def new_jobs(self) -> list[Job]:
         """Return jobs for the runs that can start now."""
@@ -292,12 +300,9 @@ class _Workers:
         self.lock.list_running(sorted(self._running))
         if code:
             reason = failure_reason(job, code)
-            # The kernel kills a process if the memory of the machine runs out.
-            killed = "killed" if code == -signal.SIGKILL else ""
-            why = OUT_OF_MEMORY if OUT_OF_MEMORY in reason else killed
-            if why and self._num_parallel > 1:
+            if lack := self._lack_of_memory(job, code, reason):
                 self._out_of_memory.append(job)
-                self.progress.print(f"{job.title}: {why}; it continues later")
+                self.progress.print(f"{job.title}: {lack}; it continues later")
                 return []
             self._fail(job, reason)
         elif next_job:  # it would do the same again
@@ -308,6 +313,15 @@ class _Workers:
         failed = self.outcome.failed
         self.bar.advance(note=f"{len(failed)} failed" if failed else "")
         return self.new_jobs()
+
+    def _lack_of_memory(self, job: Job, code: int, reason: str) -> str:
+        """Say why a job needs more memory than others left for it; "" if it ended otherwise."""
+        if code == -signal.SIGKILL:  # by the kernel, if the memory of the machine runs out
+            return "killed" if self._num_parallel > 1 else ""
+        num_sharing = self._num_parallel
+        if self._may_choose_gpu(job):
+            num_sharing = jobs_per_gpu(self._num_parallel, len(self._gpu_names))
+        return OUT_OF_MEMORY if OUT_OF_MEMORY in reason and num_sharing > 1 else ""
 
     def on_stop(self) -> None:
         self.progress.print(
