@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +25,13 @@ from eepo.runs.progress import Progress
 from eepo.runs.runlog import METRICS
 from eepo.types import UserError
 
-TINY = (
-    "model.device=cpu",
-    "training.num_steps=1",
-    "training.prompts_per_step=2",
-    "training.prompts_per_mini_batch=2",
-    "algorithm.group_size=4",
-    "algorithm.max_new_tokens=12",
-    "algorithm.kl_coef=0.0",
-    "task.num_evaluation=2",
-    "evaluation.num_samples=2",
-    "evaluation.every=0",
-)
+from .tiny_plans import TINY
+
 # The second path is a mistake that only the run itself can detect.
 PATHS = "model.path=builtin:countdown,/no/such/model"
 
 
-def planned(out: Path, *grids: str, num_seeds: int = 1, overrides: tuple[str, ...] = TINY) -> Sweep:
+def planned(out: Path, *grids: str, num_seeds: int = 1, overrides: Sequence[str] = TINY) -> Sweep:
     return plan_sweep("countdown/grpo", overrides, grids, num_seeds, out)
 
 
@@ -60,7 +51,7 @@ def finished(sweep: Sweep) -> list[bool]:
     return [run in done for run in sweep.runs]
 
 
-def command(out: Path, *grids: str, overrides: tuple[str, ...] = TINY, seeds: int = 1) -> list[str]:
+def command(out: Path, *grids: str, overrides: Sequence[str] = TINY, seeds: int = 1) -> list[str]:
     words = [sys.executable, "-m", "eepo", "sweep", "countdown/grpo"]
     words += [word for grid in grids for word in ("--grid", grid)]
     words += [word for override in overrides for word in ("--set", override)]
