@@ -191,14 +191,17 @@ class Idle:
 
     commands: ClassVar[list[str]] = []
     gpus: ClassVar[list[str | None]] = []
+    shares: ClassVar[set[str]] = set()  # of a GPU
 
     def __init__(self, environment: Any) -> None:
         self.commands.clear()
         self.gpus.clear()
+        self.shares.clear()
 
     def __call__(self, job: Job, environment: Any, inherited: Sequence[int]) -> Process:
         self.commands.append(job.command[3])
         self.gpus.append(environment.get("CUDA_VISIBLE_DEVICES"))
+        self.shares.add(environment["EEPO_GPU_SHARE"])
         assert len(self.commands) < 5, "the job is started again and again"
         job.log.parent.mkdir(parents=True, exist_ok=True)
         return SimpleNamespace(pid=len(self.commands), poll=lambda: 0)  # type: ignore[return-value]
@@ -218,28 +221,32 @@ def test_a_job_that_ends_without_a_result_has_failed(
 
 
 @pytest.mark.parametrize(
-    ("device", "gpus", "expected"),
+    ("device", "gpus", "expected", "share"),
     [
-        ("cuda", ["2", "5"], ["2", "5", "2"]),
-        ("auto", ["2", "5"], ["2", "5", "2"]),
-        ("cuda", ["2"], [None, None, None]),  # no choice
-        ("cuda:1", ["2", "5"], [None, None, None]),
-        ("cpu", ["2", "5"], [None, None, None]),
+        ("cuda", ["2", "5"], ["2", "5", "2", "5"], 1 / 2),
+        ("auto", ["2", "5", "6"], ["2", "5", "6", "2"], 1 / 2),  # of the GPU with two runs
+        ("auto", ["2", "5", "6", "7"], ["2", "5", "6", "7"], 1),
+        ("cuda", ["2"], [None] * 4, 1 / 4),  # no choice
+        ("cuda:1", ["2", "5"], [None] * 4, 1 / 4),  # all runs have this GPU
+        ("cpu", ["2", "5"], [None] * 4, 1 / 4),
     ],
 )
 def test_runs_are_spread_over_the_gpus(
     device: str,
     gpus: list[str],
     expected: list[str | None],
+    share: float,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name in ("CUDA_VISIBLE_DEVICES", "EEPO_GPU_SHARE"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(runner, "WarmStarter", Idle)
     monkeypatch.setattr(runner, "visible_gpus", lambda: gpus)
     knobs = [*TINY[1:], f"model.device={device}"]
-    run(make(tmp_path, {"grpo": {}}, set=knobs, seeds=[0, 1, 2]), num_jobs=3)
+    run(make(tmp_path, {"grpo": {}}, set=knobs, seeds=[0, 1, 2, 3]), num_jobs=4)
     assert Idle.gpus == expected
+    assert Idle.shares == {str(float(share))}
 
 
 @pytest.mark.slow

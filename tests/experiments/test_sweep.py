@@ -183,20 +183,13 @@ def test_an_unknown_evaluation_set_is_an_error(tmp_path: Path) -> None:
 def test_runs_share_the_cores_and_a_gpu_has_one_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("OMP_NUM_THREADS", "EEPO_GPU_SHARE"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert num_jobs(planned(tmp_path, "model.device=cpu")) == max(1, num_cores() // 2)
     assert num_jobs(planned(tmp_path, "model.device=cpu,cuda:0")) == 1
-    assert job_environment(1, 0)["OMP_NUM_THREADS"] == str(num_cores())
-    assert job_environment(4 * num_cores(), 1)["OMP_NUM_THREADS"] == "1"
-    assert [job_environment(jobs, 1)["EEPO_GPU_SHARE"] for jobs in (1, 8)] == ["1.0", "0.125"]
-    assert [job_environment(jobs, 4)["EEPO_GPU_SHARE"] for jobs in (2, 4, 5)] == [
-        "1.0",
-        "1.0",
-        "0.5",
-    ]
+    assert job_environment(1)["OMP_NUM_THREADS"] == str(num_cores())
+    assert job_environment(4 * num_cores())["OMP_NUM_THREADS"] == "1"
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert job_environment(1, 0)["OMP_NUM_THREADS"] == "7"
+    assert job_environment(1)["OMP_NUM_THREADS"] == "7"
 
 
 # --- whole sweeps ---

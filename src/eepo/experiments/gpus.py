@@ -24,6 +24,9 @@ class GpuPool:
     def __init__(self, names: Sequence[str]) -> None:
         self._jobs: dict[str, set[str]] = {name: set() for name in names}
 
+    def __len__(self) -> int:
+        return len(self._jobs)
+
     def take(self, title: str) -> dict[str, str]:
         """Return the variable that selects a job's GPU; nothing if there is no choice."""
         if len(self._jobs) < 2:

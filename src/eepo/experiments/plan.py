@@ -129,6 +129,19 @@ class Selection:
     methods: tuple[str, ...] = ()
     seeds: tuple[int, ...] = ()  # of runs; tables and figures have all seeds
 
+    def options(self) -> dict[str, tuple[Any, ...]]:
+        """Return the values of each command-line option that selects."""
+        return {
+            "--phase": self.phases,
+            "--regime": self.regimes,
+            "--method": self.methods,
+            "--seed": self.seeds,
+        }
+
+    def __str__(self) -> str:
+        given = self.options().items()
+        return " ".join(f"{option} {value}" for option, values in given for value in values)
+
 
 @dataclass(frozen=True)
 class TableEntry:
@@ -272,18 +285,17 @@ class Plan:
 
     def check_selection(self, selection: Selection) -> None:
         """Raise an error for the first name that the plan does not have."""
-        seeds = sorted({seed for phase in self.phases.values() for seed in phase.seeds})
-        lists: tuple[tuple[str, Sequence[Any], Collection[Any]], ...] = (
-            ("--phase", selection.phases, self.phases),
-            ("--regime", selection.regimes, self.regimes),
-            ("--method", selection.methods, self.methods),
-            ("--seed", selection.seeds, seeds),
-        )
-        for option, names, known in lists:
-            for name in names:
-                if name not in known:
-                    allowed = ", ".join(map(str, known))
-                    raise UserError(f"{option} {name} is not in {self.source}; allowed: {allowed}")
+        known: dict[str, Collection[Any]] = {
+            "--phase": self.phases,
+            "--regime": self.regimes,
+            "--method": self.methods,
+            "--seed": sorted({seed for phase in self.phases.values() for seed in phase.seeds}),
+        }
+        for option, values in selection.options().items():
+            for value in values:
+                if value not in known[option]:
+                    allowed = ", ".join(map(str, known[option]))
+                    raise UserError(f"{option} {value} is not in {self.source}; allowed: {allowed}")
 
 
 def grid_points(grid: Mapping[str, Sequence[str]]) -> Iterator[Point]:

@@ -27,6 +27,7 @@ from eepo.experiments.plan import Benchmarks, Selection
 from eepo.experiments.processes import Job, Process, Starter, failure_reason, run_jobs
 from eepo.experiments.schedule import Schedule
 from eepo.experiments.warm import WarmStarter
+from eepo.model.memory import GPU_SHARE
 from eepo.runs.memory_errors import OUT_OF_MEMORY
 from eepo.runs.progress import Bar, Progress
 from eepo.runs.runlog import write_atomically
@@ -220,21 +221,12 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def job_environment(num_jobs: int, num_gpus: int) -> dict[str, str]:
-    """Return environment variables that give each run its share of the cores and of a GPU.
+def job_environment(num_jobs: int) -> dict[str, str]:
+    """Return environment variables that give each run its share of the cores.
 
-    More threads than cores would wait for each other. The GPU share sizes the KV cache.
+    More threads than cores would wait for each other.
     """
-    shares = {
-        "OMP_NUM_THREADS": max(1, num_cores() // num_jobs),
-        "EEPO_GPU_SHARE": 1 / jobs_per_gpu(num_jobs, num_gpus),
-    }
-    return {name: str(share) for name, share in shares.items()} | os.environ
-
-
-def jobs_per_gpu(num_jobs: int, num_gpus: int) -> int:
-    """Return how many jobs the fullest GPU has; without a GPU, all jobs."""
-    return math.ceil(num_jobs / max(1, num_gpus))
+    return {"OMP_NUM_THREADS": str(max(1, num_cores() // num_jobs))} | os.environ
 
 
 class _Workers:
@@ -247,8 +239,7 @@ class _Workers:
         self._runs: dict[str, Run] = {}  # by title
         self._running: set[str] = set()  # titles
         self._num_parallel = 1
-        self._gpu_names = visible_gpus()
-        self._gpus = GpuPool(self._gpu_names)
+        self._gpus = GpuPool(visible_gpus())
         self._out_of_memory: list[Job] = []  # they continue later, with fewer jobs at a time
 
     def run(self, num_jobs: int) -> bool:
@@ -259,7 +250,7 @@ class _Workers:
         jobs, completed = self.new_jobs(), True
         while jobs and completed:
             self._num_parallel, self._out_of_memory = num_jobs, []
-            environment = job_environment(num_jobs, len(self._gpu_names))
+            environment = job_environment(num_jobs)
             completed = run_jobs(
                 jobs, num_jobs, environment, self.on_exit, self.on_stop,
                 inherited_fds=(self.lock.descriptor,), starter=self.starter(environment),
@@ -274,14 +265,25 @@ class _Workers:
         def start_noted(job: Job, given: Mapping[str, str], inherited: Sequence[int]) -> Process:
             self._running.add(job.title)
             self.lock.list_running(sorted(self._running))
-            gpu = self._gpus.take(job.title) if self._may_choose_gpu(job) else {}
-            return start(job, {**given, **gpu}, inherited)
+            return start(job, {**given, **self._gpu_environment(job)}, inherited)
 
         return start_noted
 
     def _may_choose_gpu(self, job: Job) -> bool:
         """Say whether a job may use any GPU: its recipe names none, and not the CPU."""
         return self.experiment.config(self._runs[job.title]).model.device in ("auto", "cuda")
+
+    def _num_sharing(self, job: Job) -> int:
+        """Return how many jobs may use the same GPU; all, if the recipe names its device."""
+        if not self._may_choose_gpu(job):
+            return self._num_parallel
+        return math.ceil(self._num_parallel / max(1, len(self._gpus)))
+
+    def _gpu_environment(self, job: Job) -> dict[str, str]:
+        """Return variables that select a GPU, and the share of it that sizes the KV cache."""
+        share = os.environ.get(GPU_SHARE, str(1 / self._num_sharing(job)))
+        gpu = self._gpus.take(job.title) if self._may_choose_gpu(job) else {}
+        return {GPU_SHARE: share, **gpu}
 
     def new_jobs(self) -> list[Job]:
         """Return jobs for the runs that can start now."""
@@ -318,10 +320,7 @@ class _Workers:
         """Say why a job needs more memory than others left for it; "" if it ended otherwise."""
         if code == -signal.SIGKILL:  # by the kernel, if the memory of the machine runs out
             return "killed" if self._num_parallel > 1 else ""
-        num_sharing = self._num_parallel
-        if self._may_choose_gpu(job):
-            num_sharing = jobs_per_gpu(self._num_parallel, len(self._gpu_names))
-        return OUT_OF_MEMORY if OUT_OF_MEMORY in reason and num_sharing > 1 else ""
+        return OUT_OF_MEMORY if OUT_OF_MEMORY in reason and self._num_sharing(job) > 1 else ""
 
     def on_stop(self) -> None:
         self.progress.print(

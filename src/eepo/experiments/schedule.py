@@ -34,6 +34,10 @@ class Schedule:
     def __init__(self, experiment: Experiment, selection: Selection) -> None:
         self.experiment = experiment
         self.slots = list(_slots(experiment, selection))
+        if selection != Selection() and not self.slots:
+            raise UserError(
+                f"{experiment.plan.source} has no runs with {selection}; use fewer of these options"
+            )
         self._positions = {
             (slot.phase, slot.regime, slot.method.name, slot.seed): position
             for position, slot in enumerate(self.slots)

@@ -32,6 +32,7 @@ CACHE_GROWTH = 1.5  # the KV cache on the CPU grows by doubling, so it is partly
 HOST_COPY_SHARE = 0.5  # share of the free host memory that the copy of a step may use
 CGROUP = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
+GPU_SHARE = "EEPO_GPU_SHARE"  # an environment variable
 SAFETY_FACTOR = 1.25  # training may need this many times the estimate
 
 
@@ -314,13 +315,13 @@ def gpu_share() -> float:
 
     It sizes the caches. It does not limit training.
     """
-    text = os.environ.get("EEPO_GPU_SHARE", "1")
+    text = os.environ.get(GPU_SHARE, "1")
     try:
         share = float(text)
     except ValueError:
         share = 0.0
     if not 0 < share <= 1:
-        raise UserError(f"EEPO_GPU_SHARE = {text!r} must be a number above 0 and up to 1")
+        raise UserError(f"{GPU_SHARE} = {text!r} must be a number above 0 and up to 1")
     return share
 
 
