@@ -174,6 +174,24 @@ def test_runs_are_evaluated_on_benchmarks(tmp_path: Path, steps: list[str]) -> N
     assert words[words.index("--samples") + 1] == "2"
 
 
+@pytest.mark.parametrize("objective", ["in_range/greedy", "sums/greedy", "greedy", "speed"])
+def test_tuning_runs_are_evaluated_on_benchmarks_that_choose_values(
+    tmp_path: Path, objective: str
+) -> None:
+    methods = {"grpo": {"tune": "training.learning_rate", "values": ["1e-4"]}}
+    changes = {"benchmarks": BENCHMARKS | {"names": [sums(tmp_path)]}, "objective": [objective]}
+    phases = {"tune": {"seeds": [7]}, "report": {"seeds": [0]}}
+    tables = {"recipe": "countdown/grpo", "set": TINY, "methods": methods, "phases": phases}
+    plan = parse_plan(tables | changes, "tiny.toml", tmp_path)
+    experiment = Experiment(plan, tmp_path / "out")
+    run_here(experiment, Selection(phases=("tune",)), progress()[0])
+    assert experiment.chosen("", "grpo") == "1e-4"
+    assert recorded(tmp_path / "out", "tune") == [("grpo", "1e-4", 7)]
+    (line,) = experiment.done("tune")
+    sets = {row["set"] for row in line["evaluations"]}
+    assert ("sums" in sets) == (objective in ("sums/greedy", "greedy"))
+
+
 def test_a_finished_run_without_evaluation_sets_is_not_trained_again(
     tmp_path: Path, steps: list[str]
 ) -> None:

@@ -20,7 +20,7 @@ from eepo.config import RunConfig
 from eepo.evaluation.results import RESULTS
 from eepo.experiments.lines import BENCHMARKS, append_line, read_lines, summarize_run
 from eepo.experiments.plan import NUM_STEPS, TUNE, Plan, Selection
-from eepo.experiments.tuning import best_value
+from eepo.experiments.tuning import best_value, needs_benchmarks
 from eepo.reports.run_lines import Line
 from eepo.runs.jsonl import parse_json
 from eepo.runs.runlog import METRICS
@@ -238,9 +238,15 @@ class Experiment:
         return keep != "all" and deleted and self.line(run) is not None
 
     def lacks_benchmarks(self, run: Run) -> bool:
-        """Return whether the plan has benchmarks that the run was not evaluated on."""
+        """Return whether the plan has benchmarks that the run was not evaluated on.
+
+        Tuning runs need them only if values are chosen by a benchmark.
+        """
         benchmarks = self.plan.benchmarks
         if benchmarks is None:
+            return False
+        sets = [Path(name).stem for name in benchmarks.names]
+        if run.phase == TUNE and not needs_benchmarks(self.plan.objective_of(run.method), sets):
             return False
         file = self.folder(run) / BENCHMARKS / RESULTS
         if not file.is_file():

@@ -28,6 +28,15 @@ def score(line: Line, objective: Sequence[str]) -> float:
     return statistics.mean(_measure(line, name) for name in objective)
 
 
+def needs_benchmarks(objective: Sequence[str], names: Sequence[str]) -> bool:
+    """Return whether `objective` has a measure of a benchmark.
+
+    A measure without a set, such as "greedy", is the average of all sets, also of benchmarks.
+    """
+    sets = {name.rpartition("/")[0] for name in objective if name != SPEED}
+    return not sets.isdisjoint({"", *names})
+
+
 def _measure(line: Line, name: str) -> float:
     if name == SPEED:
         return -float(line["steps_to_90"] or 2 * line["num_steps"])
