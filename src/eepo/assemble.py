@@ -217,7 +217,7 @@ def build_evaluation(
     check_length(model, prompts, "--max-new-tokens", settings.max_new_tokens)
     description["weights"] = weights_digest(model)
     store.open(description, _describe(device), run.recipe_text() if run else "")
-    max_rows = settings.max_rows
+    max_rows = settings.max_rows or (1024 if device.type == "cuda" else 128)
     engine = builtin_engine(model, tokenizer, max_rows, settings.stop)
     sampling = settings.sampling(options.seed)
     return BenchmarkEvaluation(

@@ -25,6 +25,7 @@ from eepo.evaluation.sets import PromptSet
 from eepo.evaluation.store import Store
 from eepo.model import loading
 from eepo.rewards.countdown import parse_expression
+from eepo.rollout.paged.engine import PagedEngine
 from eepo.rollout.transformers import TransformersEngine
 from eepo.runs.lock import RunLock
 from eepo.runs.progress import Progress
@@ -42,8 +43,9 @@ TEXTS = [
 SAMPLING = Sampling(temperature=1.5, max_new_tokens=16, seed=3)
 # The greedy pass is one chunk of 7 problems, the sampling pass is four chunks.
 NUM_SAMPLES, MAX_ROWS = 4, 8
-CHUNKS = [([f"p{index}" for index in range(7)], 1)] + [
-    (ids, NUM_SAMPLES) for ids in (["p0", "p1"], ["p2", "p3"], ["p4", "p5"], ["p6"])
+CHUNKS = [([f"amc23/p{index}" for index in range(7)], 1)] + [
+    ([f"amc23/p{index}" for index in indices], NUM_SAMPLES)
+    for indices in ((0, 1), (2, 3), (4, 5), (6,))
 ]
 
 
@@ -82,6 +84,7 @@ class RecordingEngine:
     def __init__(self, engine: TransformersEngine) -> None:
         self.engine, self.dtype = engine, engine.dtype
         self.calls: list[tuple[list[str], int]] = []
+        self.rows_per_call = 0  # one chunk per call
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         raise AssertionError("evaluation uses the weights that the engine holds")
@@ -134,6 +137,48 @@ def evaluation(
 def read_completions(folder: Path, name: str = "amc23") -> list[dict[str, Any]]:
     text = (folder / "completions" / f"{name}.jsonl").read_text()
     return [json.loads(line) for line in text.splitlines()]
+
+
+# --- calls of the engine ---
+
+
+def test_an_engine_that_replaces_rows_samples_several_benchmarks_in_one_call(
+    tmp_path: Path, demo_model: Any, tokenizer: Any, problem_set: PromptSet, uninterrupted: Path
+) -> None:
+    """Each call waits for its longest completion, so few calls are faster."""
+    paged = PagedEngine(copy.deepcopy(demo_model), tokenizer, MAX_ROWS)
+    assert paged.unsupported_reason() == ""
+    engine = RecordingEngine(paged)
+    engine.rows_per_call = paged.rows_per_call
+    other = dataclasses.replace(problem_set, name="aime24")
+    evaluation(tmp_path, engine, SumReward(), problem_set, other).run()
+    sizes = [(len(ids), number) for ids, number in engine.calls]
+    # At most 32 rows per call: all greedy ones, then chunks of 8, 8, 8 and 4 rows per benchmark.
+    assert sizes == [(14, 1), (7, NUM_SAMPLES), (7, NUM_SAMPLES)]
+    assert engine.calls[0][0][6:8] == ["amc23/p6", "aime24/p0"]
+    expected = read_completions(uninterrupted)
+    assert read_completions(tmp_path) == expected
+    ids = [row["id"] for row in read_completions(tmp_path, "aime24")]
+    assert ids == [row["id"] for row in expected]
+
+
+def test_a_stopped_evaluation_samples_missing_chunks_of_several_benchmarks(
+    tmp_path: Path, builtin_engine: Any, problem_set: PromptSet, uninterrupted: Path
+) -> None:
+    engine = RecordingEngine(builtin_engine)
+    engine.rows_per_call = 3 * MAX_ROWS
+    other = dataclasses.replace(problem_set, name="aime24")
+    with pytest.raises(Stopped):
+        evaluation(tmp_path, engine, SumReward(2), problem_set, other).run()
+    engine.calls.clear()
+    evaluation(tmp_path, engine, SumReward(), problem_set, other).run()
+    prompts = [prompt_id for ids, _ in engine.calls for prompt_id in ids]
+    assert prompts == ["amc23/p6", *(f"aime24/p{index}" for index in range(7))]
+    assert len(engine.calls) == 2, "chunks of 4, 8 and 8 rows, then of 8 and 4 rows"
+    first, second = (
+        json.loads((each / "results.json").read_text()) for each in (tmp_path, uninterrupted)
+    )
+    assert first["benchmarks"]["amc23"]["problems"] == second["benchmarks"]["amc23"]["problems"]
 
 
 # --- records ---

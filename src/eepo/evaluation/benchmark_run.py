@@ -1,18 +1,22 @@
 """Evaluates a model on benchmarks: one greedy and `num_samples` sampled completions per problem.
 
-Completions are graded and written chunk by chunk. A stopped evaluation continues with the first
-incomplete chunk. The result is the same as without the stop: chunks have the same boundaries, and
-random draws depend on the prompt and the sample index only.
+Completions are graded and written in chunks of at most `max_rows` of one benchmark. A stopped
+evaluation continues with the first incomplete chunk. On a CPU, each call of the engine samples one
+chunk, and the result is the same as without the stop: chunks have the same boundaries, and random
+draws depend on the prompt and the sample index only. On a GPU, a call samples several chunks, so a
+continued evaluation may differ by rounding.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from eepo.evaluation.evaluate import rows_per_call
 from eepo.evaluation.results import write_results
 from eepo.evaluation.sets import PromptSet
 from eepo.evaluation.store import Store
@@ -26,12 +30,28 @@ from eepo.types import Completion, Prompt, Sampling, UserError, Verdict
 
 @dataclass(frozen=True)
 class _Pass:
-    """Describes one pass over all problems of a benchmark."""
+    """Describes one pass over all problems."""
 
     kind: str  # greedy | sample
+    title: str
     num_samples: int  # per problem
     sampling: Sampling
-    first_line: int  # index of its first line in the benchmark's file
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Holds problems of one benchmark, whose completions are written together."""
+
+    prompt_set: PromptSet
+    prompts: list[Prompt]
+
+    def renamed_prompts(self) -> list[Prompt]:
+        """Return the prompts with the benchmark in their ids.
+
+        Random draws depend on the id. Two benchmarks may use the same id.
+        """
+        name = self.prompt_set.name
+        return [replace(prompt, id=f"{name}/{prompt.id}") for prompt in self.prompts]
 
 
 @dataclass
@@ -43,7 +63,7 @@ class BenchmarkEvaluation:
     sets: list[PromptSet]
     store: Store
     num_samples: int
-    sampling: Sampling  # of the samples; the stream is set for each benchmark
+    sampling: Sampling  # of the samples
     max_rows: int
     progress: Progress
 
@@ -54,52 +74,70 @@ class BenchmarkEvaluation:
         lock = RunLock(self.store.folder, force=True)
         try:
             remove_temporary_files(self.store.folder)
-            for prompt_set in self.sets:
-                for sampling_pass in self._passes(prompt_set):
-                    self._complete(prompt_set, sampling_pass)
+            for sampling_pass in self._passes():
+                self._complete(sampling_pass)
             return write_results(self.store.folder)
         finally:
             lock.release()
 
-    def _passes(self, prompt_set: PromptSet) -> list[_Pass]:
+    def _passes(self) -> list[_Pass]:
         temperature, length = self.sampling.temperature, self.sampling.max_new_tokens
-        passes = [_Pass("greedy", 1, Sampling(0.0, length), first_line=0)]
+        passes = [_Pass("greedy", "greedy completions", 1, Sampling(0.0, length))]
         if self.num_samples:
-            stream = f"benchmark/{prompt_set.name}"
-            sampling = Sampling(temperature, length, self.sampling.seed, stream)
-            first_line = len(prompt_set.prompts)
-            passes.append(_Pass("sample", self.num_samples, sampling, first_line))
+            title = f"{self.num_samples} samples per problem"
+            sampling = Sampling(temperature, length, self.sampling.seed, "benchmark")
+            passes.append(_Pass("sample", title, self.num_samples, sampling))
         return passes
 
-    def _complete(self, prompt_set: PromptSet, sampling_pass: _Pass) -> None:
+    def _complete(self, sampling_pass: _Pass) -> None:
         """Evaluate the problems of this pass that are not done yet."""
-        prompts, num_samples = prompt_set.prompts, sampling_pass.num_samples
-        chunk_size = max(1, self.max_rows // num_samples)  # problems per chunk
-        num_done, num_correct = self._discard_incomplete_chunk(
-            prompt_set, sampling_pass, chunk_size
-        )
-        title = prompt_set.title
-        if sampling_pass.kind == "sample":
-            title += f", {num_samples} samples"
-        with self.progress.bar(title, len(prompts), num_done) as bar:
-            for start in range(num_done, len(prompts), chunk_size):
-                chunk = prompts[start : start + chunk_size]
-                rows = self._evaluate(chunk, sampling_pass)
-                self.store.append(prompt_set.name, rows)
-                num_correct += _count_correct(rows)
-                share = num_correct / num_samples / (start + len(chunk))
-                bar.advance(len(chunk), note=f"{share:.1%} correct")
+        chunks, num_correct = [], 0
+        for prompt_set in self.sets:
+            missing, correct = self._missing_chunks(prompt_set, sampling_pass)
+            chunks += missing
+            num_correct += correct
+        total = sum(len(prompt_set.prompts) for prompt_set in self.sets)
+        done = total - sum(len(chunk.prompts) for chunk in chunks)
+        with self.progress.bar(sampling_pass.title, total, done) as bar:
+            for call in self._calls(chunks, sampling_pass.num_samples):
+                for chunk, rows in zip(call, self._evaluate(call, sampling_pass), strict=True):
+                    self.store.append(chunk.prompt_set.name, rows)
+                    num_correct += _count_correct(rows)
+                    done += len(chunk.prompts)
+                    share = num_correct / sampling_pass.num_samples / done
+                    bar.advance(len(chunk.prompts), note=f"{share:.1%} correct")
 
-    def _discard_incomplete_chunk(
-        self, prompt_set: PromptSet, sampling_pass: _Pass, chunk_size: int
-    ) -> tuple[int, int]:
-        """Remove the rows of an incomplete chunk from the store.
+    def _calls(self, chunks: list[_Chunk], num_samples: int) -> Iterator[list[_Chunk]]:
+        """Yield the chunks of each call of the engine.
 
-        Return how many problems are done and how many of their completions are correct.
+        An engine that replaces finished rows gets several, because each call waits for its longest
+        completion. Another engine gets one.
+        """
+        most_rows = rows_per_call(self.engine)
+        call: list[_Chunk] = []
+        num_rows = 0
+        for chunk in chunks:
+            chunk_rows = len(chunk.prompts) * num_samples
+            if call and num_rows + chunk_rows > most_rows:
+                yield call
+                call, num_rows = [], 0
+            call.append(chunk)
+            num_rows += chunk_rows
+        if call:
+            yield call
+
+    def _missing_chunks(
+        self, prompt_set: PromptSet, sampling_pass: _Pass
+    ) -> tuple[list[_Chunk], int]:
+        """Return the chunks of a benchmark that are not done, and how many rows are correct so far.
+
+        Rows of an incomplete chunk are removed from the store.
         """
         name, prompts, num_samples = prompt_set.name, prompt_set.prompts, sampling_pass.num_samples
-        kind, first_line = sampling_pass.kind, sampling_pass.first_line
+        size = max(1, self.max_rows // num_samples)  # problems per chunk
+        first_line = len(prompts) if sampling_pass.kind == "sample" else 0  # greedy rows come first
         rows = self.store.rows(name)[first_line:]
+        kind = sampling_pass.kind
         expected = [(prompt.id, kind) for prompt in prompts for _ in range(num_samples)]
         written = [(row["id"], row["kind"]) for row in rows[: len(expected)]]
         if written != expected[: len(rows)]:
@@ -108,28 +146,35 @@ class BenchmarkEvaluation:
             )
         num_done = min(len(prompts), len(rows) // num_samples)
         if num_done < len(prompts):
-            num_done -= num_done % chunk_size
+            num_done -= num_done % size
             self.store.truncate(name, first_line + num_done * num_samples)
-        return num_done, _count_correct(rows[: num_done * num_samples])
+        starts = range(num_done, len(prompts), size)
+        chunks = [_Chunk(prompt_set, prompts[start : start + size]) for start in starts]
+        return chunks, _count_correct(rows[: num_done * num_samples])
 
-    def _evaluate(self, prompts: Sequence[Prompt], sampling_pass: _Pass) -> list[dict[str, Any]]:
+    def _evaluate(self, call: list[_Chunk], sampling_pass: _Pass) -> list[list[dict[str, Any]]]:
+        """Return the rows of each chunk."""
+        renamed = [prompt for chunk in call for prompt in chunk.renamed_prompts()]
         with out_of_memory.caught() as failures:
             groups = self.engine.generate(
-                prompts, sampling_pass.num_samples, sampling_pass.sampling
+                renamed, sampling_pass.num_samples, sampling_pass.sampling
             )
         if failures:
             raise UserError(
                 f"{failures[0]}; --max-rows is {self.max_rows}, try {max(1, self.max_rows // 2)}; "
                 "the evaluation then continues"
             )
+        prompts = [prompt for chunk in call for prompt in chunk.prompts]
         owners = [prompt for prompt, group in zip(prompts, groups, strict=True) for _ in group]
         indices = [index for group in groups for index in range(len(group))]
         completions = [completion for group in groups for completion in group]
         verdicts = self.reward.grade(owners, [completion.text for completion in completions])
-        return [
+        rows = (
             _row(sampling_pass.kind, *columns)
             for columns in zip(owners, indices, completions, verdicts, strict=True)
-        ]
+        )
+        sizes = [len(chunk.prompts) * sampling_pass.num_samples for chunk in call]
+        return [list(islice(rows, size)) for size in sizes]
 
 
 def weights_digest(model: Any, values_per_tensor: int = 64) -> str:

@@ -31,7 +31,7 @@ class EvaluationSettings:
     stop: str
     reward: str
     dtype: str
-    max_rows: int
+    max_rows: int  # 0: depends on the device
 
     def sampling(self, seed: int) -> Sampling:
         return Sampling(self.temperature, self.max_new_tokens, seed)
@@ -47,7 +47,7 @@ DEFAULTS = EvaluationSettings(
     stop="",
     reward="math",
     dtype="auto",
-    max_rows=128,
+    max_rows=0,
 )
 
 

@@ -14,7 +14,7 @@ from eepo.evaluation.estimates import pass_at_k, powers_of_two
 from eepo.protocols import Reward, RolloutEngine
 from eepo.types import Completion, Prompt, Sampling
 
-PROMPTS_PER_CALL = 64  # progress is reported after each call of the engine
+PROMPTS_PER_CALL = 64  # at least; progress is reported after each call of the engine
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,15 @@ class SetResult:
         return sum(getattr(problem, field) for problem in self.problems) / len(self.problems)
 
 
+def rows_per_call(engine: RolloutEngine) -> int:
+    """Return how many completions one call of `engine` should sample; 0 if it has no preference.
+
+    An engine that replaces finished rows by waiting ones has a preference. Each call waits for its
+    longest completion, so a few large calls are faster than many small ones.
+    """
+    return getattr(engine, "rows_per_call", 0)
+
+
 def _no_progress(num_prompts: int) -> None:
     pass
 
@@ -103,8 +112,9 @@ class Evaluator:
         started = time.perf_counter()
         greedy_sampling = Sampling(temperature=0.0, max_new_tokens=sampling.max_new_tokens)
         results: list[ProblemResult] = []
-        for start in range(0, len(prompts), PROMPTS_PER_CALL):
-            chunk = list(prompts[start : start + PROMPTS_PER_CALL])
+        per_call = max(PROMPTS_PER_CALL, rows_per_call(self.engine) // num_samples)
+        for start in range(0, len(prompts), per_call):
+            chunk = list(prompts[start : start + per_call])
             greedy = self.engine.generate(chunk, 1, greedy_sampling)
             samples = self.engine.generate(chunk, num_samples, sampling)
             results += self._grade(chunk, greedy, samples)

@@ -73,7 +73,10 @@ class BenchmarkOptions:
         "else math.",
     )
     max_rows: int | None = option(
-        None, min=1, help="Completions sampled at the same time; default: the run's, else 128."
+        None,
+        min=1,
+        help="Completions sampled at the same time; default: the run's, else 1024 on a GPU, 128 on "
+        "a CPU.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = option(
         None,

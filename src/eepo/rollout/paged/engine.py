@@ -42,6 +42,7 @@ PREFILL_TOKENS = 16384  # in one pass
 MAX_OUTPUT_TOKENS = 1 << 26  # in one pass; output buffers take 12 bytes per token
 KEPT_SHARE = 0.1  # default `keep_bytes`, as a share of the GPU's memory
 MEMORY_SHARE = 0.9  # the largest share of free memory that the KV cache takes
+CALL_SIZE = 4  # `rows_per_call`, relative to `max_rows`
 PAGE_MARGIN = 1.3  # pages allocated per slot, relative to the highest average use so far
 
 
@@ -95,6 +96,10 @@ class PagedEngine(TransformersEngine):
                 reason = first_line(error)
         self.model.config._attn_implementation = default_attention if reason else ATTENTION_NAME
         return reason
+
+    @property
+    def rows_per_call(self) -> int:
+        return CALL_SIZE * self.max_rows
 
     @torch.inference_mode()
     def generate(
