@@ -27,6 +27,7 @@ from eepo.model import loading
 from eepo.rewards.countdown import parse_expression
 from eepo.rollout.paged.engine import PagedEngine
 from eepo.rollout.transformers import TransformersEngine
+from eepo.runs import progress
 from eepo.runs.lock import RunLock
 from eepo.runs.progress import Progress
 from eepo.types import Completion, Prompt, Sampling, UserError, Verdict
@@ -160,6 +161,25 @@ def test_an_engine_that_replaces_rows_samples_several_benchmarks_in_one_call(
     assert read_completions(tmp_path) == expected
     ids = [row["id"] for row in read_completions(tmp_path, "aime24")]
     assert ids == [row["id"] for row in expected]
+
+
+def test_progress_within_a_call_is_shown(
+    tmp_path: Path,
+    demo_model: Any,
+    tokenizer: Any,
+    problem_set: PromptSet,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(progress, "QUIET_SECONDS", -1.0)
+    engine = PagedEngine(copy.deepcopy(demo_model), tokenizer, MAX_ROWS)
+    console = Console(file=io.StringIO(), width=200)
+    running = evaluation(tmp_path, engine, SumReward(), problem_set)
+    running.progress = Progress(console)
+    running.run()
+    lines = console.file.getvalue().splitlines()
+    assert "greedy completions: 0/7 (7 of the next 7 completions)" in lines
+    assert "4 samples per problem: 0/7 (28 of the next 28 completions)" in lines
+    assert lines[-1].startswith("4 samples per problem: 7/7 ")
 
 
 def test_a_stopped_evaluation_samples_missing_chunks_of_several_benchmarks(

@@ -23,7 +23,7 @@ from eepo.evaluation.store import Store
 from eepo.model import out_of_memory
 from eepo.protocols import Reward, RolloutEngine
 from eepo.runs.lock import RunLock
-from eepo.runs.progress import Progress
+from eepo.runs.progress import Bar, Progress
 from eepo.runs.runlog import remove_temporary_files
 from eepo.types import Completion, Prompt, Sampling, UserError, Verdict
 
@@ -100,6 +100,7 @@ class BenchmarkEvaluation:
         done = total - sum(len(chunk.prompts) for chunk in chunks)
         with self.progress.bar(sampling_pass.title, total, done) as bar:
             for call in self._calls(chunks, sampling_pass.num_samples):
+                self._show_progress_within(call, sampling_pass.num_samples, bar)
                 for chunk, rows in zip(call, self._evaluate(call, sampling_pass), strict=True):
                     self.store.append(chunk.prompt_set.name, rows)
                     num_correct += _count_correct(rows)
@@ -125,6 +126,19 @@ class BenchmarkEvaluation:
             num_rows += chunk_rows
         if call:
             yield call
+
+    def _show_progress_within(self, call: list[_Chunk], num_samples: int, bar: Bar) -> None:
+        """Let the bar show how many completions of a call have ended, if the engine reports it."""
+        num_rows = num_samples * sum(len(chunk.prompts) for chunk in call)
+        num_ended = 0
+
+        def show(number: int) -> None:
+            nonlocal num_ended
+            num_ended += number
+            bar.show_phase(f"{num_ended:,} of the next {num_rows:,} completions")
+
+        if hasattr(self.engine, "on_finished"):
+            self.engine.on_finished = show
 
     def _missing_chunks(
         self, prompt_set: PromptSet, sampling_pass: _Pass

@@ -11,7 +11,7 @@ and it takes over where this one is not supported (`builtin.py`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -64,6 +64,8 @@ class PagedEngine(TransformersEngine):
         if keep_bytes is None:
             keep_bytes = int(KEPT_SHARE * _gpu_bytes(self.device))
         self.keep_bytes = keep_bytes
+        # `generate` calls it with the number of completions that have ended since the last time.
+        self.on_finished: Callable[[int], None] = lambda number: None
         self.cache = PagedKVCache(model)
         self.end_tokens = _padded_to_power_of_two(self.end_tokens)
         self.graphs = GraphSettings(enabled=self.device.type == "cuda")
@@ -142,7 +144,7 @@ class PagedEngine(TransformersEngine):
         buffers.reset(1 / sampling.temperature if sampling.temperature > 0 else 0.0)
         scheduler = Scheduler(rows, buffers.num_slots, buffers.num_pages)
         row_keys = torch.tensor(keys, device=self.device)
-        _GenerateCall(self.cache, buffers, scheduler, prompts, row_keys).run()
+        _GenerateCall(self.cache, buffers, scheduler, prompts, row_keys, self.on_finished).run()
         self._record_page_use(scheduler, min(self.max_rows, len(rows)))
         completions = buffers.to_completions(len(rows), self.tokenizer)
         return [
@@ -222,6 +224,7 @@ class _GenerateCall:
     scheduler: Scheduler
     prompts: Sequence[Prompt]
     row_keys: Tensor  # [N]
+    on_finished: Callable[[int], None]
     # The hidden state of each prefilled prompt's last token, [H], by prompt index.
     last_hidden: dict[int, Tensor] = field(default_factory=dict)
 
@@ -310,6 +313,7 @@ class _GenerateCall:
         finished = snapshot.finished_rows()
         if finished:
             self.buffers.clear_slots([self.scheduler.finish(row) for row in finished])
+            self.on_finished(len(finished))
         if self.scheduler.waiting:
             return
         size = self.buffers.graph_size(self.scheduler.decode_width())
