@@ -217,11 +217,10 @@ def build_evaluation(
     check_length(model, prompts, "--max-new-tokens", settings.max_new_tokens)
     description["weights"] = weights_digest(model)
     store.open(description, _describe(device), run.recipe_text() if run else "")
-    max_rows = settings.max_rows or (1024 if device.type == "cuda" else 128)
-    engine = builtin_engine(model, tokenizer, max_rows, settings.stop)
+    engine = builtin_engine(model, tokenizer, settings.max_rows, settings.stop)
     sampling = settings.sampling(options.seed)
     return BenchmarkEvaluation(
-        engine, reward, sets, store, options.num_samples, sampling, max_rows, progress
+        engine, reward, sets, store, options.num_samples, sampling, engine.max_rows, progress
     )
 
 

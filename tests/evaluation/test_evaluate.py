@@ -23,7 +23,7 @@ class ScriptedEngine:
     def __init__(self, texts: dict[str, list[str]]) -> None:
         self.texts = texts
         self.calls: list[tuple[list[str], int, Sampling]] = []
-        self.rows_per_call = 0
+        self.continuous_rows = 0
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         raise AssertionError("evaluation uses the weights that the engine holds")
@@ -133,7 +133,7 @@ def test_many_prompts_keep_their_order_and_report_progress() -> None:
 def test_an_engine_with_large_calls_gets_few() -> None:
     prompts = [make_prompt(str(index), index, 1, target=index + 1) for index in range(150)]
     engine = ScriptedEngine({prompt.id: ["1+1"] * 5 for prompt in prompts})
-    engine.rows_per_call = 400
+    engine.continuous_rows = 100
     Evaluator(engine, CountdownReward()).evaluate({"test": prompts}, 4, SAMPLING)
     assert [(len(ids), number) for ids, number, _ in engine.calls] == [
         *((100, 1), (100, 4)),

@@ -1,10 +1,12 @@
 """Evaluates a model on benchmarks: one greedy and `num_samples` sampled completions per problem.
 
 Completions are graded and written in chunks of at most `max_rows` of one benchmark. A stopped
-evaluation continues with the first incomplete chunk. On a CPU, each call of the engine samples one
-chunk, and the result is the same as without the stop: chunks have the same boundaries, and random
-draws depend on the prompt and the sample index only. On a GPU, a call samples several chunks, so a
-continued evaluation may differ by rounding.
+evaluation continues with the first incomplete chunk. Random draws depend on the prompt and the
+sample index only.
+
+On a CPU, each call of the engine samples one chunk. Chunks have the same boundaries after a stop,
+so the result is the same as without it. On a GPU, a call samples several chunks, and the result
+may differ by rounding.
 """
 
 from __future__ import annotations
@@ -111,8 +113,7 @@ class BenchmarkEvaluation:
     def _calls(self, chunks: list[_Chunk], num_samples: int) -> Iterator[list[_Chunk]]:
         """Yield the chunks of each call of the engine.
 
-        An engine that replaces finished rows gets several, because each call waits for its longest
-        completion. Another engine gets one.
+        An engine with continuous batching gets several (`rows_per_call`), another engine one.
         """
         most_rows = rows_per_call(self.engine)
         call: list[_Chunk] = []

@@ -31,7 +31,7 @@ class EvaluationSettings:
     stop: str
     reward: str
     dtype: str
-    max_rows: int  # 0: depends on the device
+    max_rows: int  # 0: the default of the engine
 
     def sampling(self, seed: int) -> Sampling:
         return Sampling(self.temperature, self.max_new_tokens, seed)

@@ -15,6 +15,7 @@ from eepo.protocols import Reward, RolloutEngine
 from eepo.types import Completion, Prompt, Sampling
 
 PROMPTS_PER_CALL = 64  # at least; progress is reported after each call of the engine
+CALL_SIZE = 4  # `rows_per_call`, relative to the rows that an engine samples at the same time
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,13 @@ class SetResult:
 
 
 def rows_per_call(engine: RolloutEngine) -> int:
-    """Return how many completions one call of `engine` should sample; 0 if it has no preference.
+    """Return how many completions a call should sample to keep `engine` busy; 0: any number.
 
-    An engine that replaces finished rows by waiting ones has a preference. Each call waits for its
-    longest completion, so a few large calls are faster than many small ones.
+    An engine with continuous batching replaces finished rows by waiting ones. Only at the end of a
+    call does it wait for the longest completion, so a few large calls are faster than many small
+    ones. Such an engine has the attribute `continuous_rows`: the rows it samples at the same time.
     """
-    return getattr(engine, "rows_per_call", 0)
+    return CALL_SIZE * getattr(engine, "continuous_rows", 0)
 
 
 def _no_progress(num_prompts: int) -> None:

@@ -238,9 +238,9 @@ class Experiment:
         return keep != "all" and deleted and self.line(run) is not None
 
     def lacks_benchmarks(self, run: Run) -> bool:
-        """Return whether the plan has benchmarks that the run was not evaluated on.
+        """Return whether the run must still be evaluated on the plan's benchmarks.
 
-        Tuning runs need them only if values are chosen by a benchmark.
+        A tuning run must be only if its value is chosen by a benchmark.
         """
         benchmarks = self.plan.benchmarks
         if benchmarks is None:

@@ -65,7 +65,7 @@ class VLLMEngine:
     ) -> None:
         self.tokenizer = tokenizer
         self.dtype = dtype
-        self.rows_per_call = 4 * max_rows  # vLLM replaces finished rows
+        self.continuous_rows = max_rows  # vLLM replaces finished rows by waiting ones
         self._weight_names = {name for name, _ in model.named_parameters()}
         self._end_tokens = set(end_tokens(model, tokenizer, stop))
         self._on_gpu = model.device.type == "cuda"

@@ -428,7 +428,9 @@ class OnGPU:
 
 
 def test_builtin_engine_is_the_plain_engine_without_a_gpu(new_model: Any, tokenizer: Any) -> None:
-    assert type(builtin_engine(new_model("llama"), tokenizer)) is TransformersEngine
+    engine = builtin_engine(new_model("llama"), tokenizer)
+    assert type(engine) is TransformersEngine
+    assert engine.max_rows == builtin.UNPAGED_ROWS
 
 
 @pytest.mark.parametrize(
@@ -460,6 +462,8 @@ def test_builtin_engine_on_a_gpu_is_the_paged_engine_if_supported(
         [f"sampling is slower, without paged KV cache and CUDA graphs: {reason}"] if reason else []
     )
     assert engine.max_rows == 64
+    engine = builtin_engine(OnGPU(new_model(family)), tokenizer, 0, "", "off")
+    assert engine.max_rows == (builtin.UNPAGED_ROWS if reason else builtin.PAGED_ROWS)
 
 
 @pytest.mark.parametrize("choice", ["on", "off"])

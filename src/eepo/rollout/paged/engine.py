@@ -42,7 +42,6 @@ PREFILL_TOKENS = 16384  # in one pass
 MAX_OUTPUT_TOKENS = 1 << 26  # in one pass; output buffers take 12 bytes per token
 KEPT_SHARE = 0.1  # default `keep_bytes`, as a share of the GPU's memory
 MEMORY_SHARE = 0.9  # the largest share of free memory that the KV cache takes
-CALL_SIZE = 4  # `rows_per_call`, relative to `max_rows`
 PAGE_MARGIN = 1.3  # pages allocated per slot, relative to the highest average use so far
 
 
@@ -64,6 +63,7 @@ class PagedEngine(TransformersEngine):
         if keep_bytes is None:
             keep_bytes = int(KEPT_SHARE * _gpu_bytes(self.device))
         self.keep_bytes = keep_bytes
+        self.continuous_rows = self.max_rows  # finished rows are replaced by waiting ones
         # `generate` calls it with the number of completions that have ended since the last time.
         self.on_finished: Callable[[int], None] = lambda number: None
         self.cache = PagedKVCache(model)
@@ -98,10 +98,6 @@ class PagedEngine(TransformersEngine):
                 reason = first_line(error)
         self.model.config._attn_implementation = default_attention if reason else ATTENTION_NAME
         return reason
-
-    @property
-    def rows_per_call(self) -> int:
-        return CALL_SIZE * self.max_rows
 
     @torch.inference_mode()
     def generate(
