@@ -220,8 +220,9 @@ def build_evaluation(
     engine = builtin_engine(model, tokenizer, settings.max_rows, settings.stop)
     sampling = settings.sampling(options.seed)
     return BenchmarkEvaluation(
-        engine, reward, sets, store, options.num_samples, sampling, engine.max_rows, progress
-    )
+        engine, reward, sets, store, options.num_samples, sampling, engine.max_rows, progress,
+        options.sample_limit,
+    )  # fmt: skip
 
 
 def _sets_of_run(

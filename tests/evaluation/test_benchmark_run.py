@@ -20,10 +20,12 @@ from torch import Tensor
 from eepo.assemble import build_evaluation
 from eepo.evaluation.benchmark_run import BenchmarkEvaluation, weights_digest
 from eepo.evaluation.options import BenchmarkOptions
-from eepo.evaluation.results import average, benchmark_values, results
+from eepo.evaluation.results import Sizes, average, benchmark_values, results
 from eepo.evaluation.sets import PromptSet
 from eepo.evaluation.store import Store
 from eepo.model import loading
+from eepo.reports.benchmark_results import read_results
+from eepo.reports.benchmark_tables import comparison_table
 from eepo.rewards.countdown import parse_expression
 from eepo.rollout.paged.engine import PagedEngine
 from eepo.rollout.transformers import TransformersEngine
@@ -402,6 +404,33 @@ def test_benchmarks_may_be_added_and_are_sampled_independently(
     assert average_mean == pytest.approx((first + second) / 2)
 
 
+def test_only_the_first_problems_are_sampled(options: BenchmarkOptions, tmp_path: Path) -> None:
+    whole = run(options, tmp_path / "whole")["benchmarks"]["amc23"]
+    out = tmp_path / "part"
+    part = run(options, out, sample_limit=2)["benchmarks"]["amc23"]
+    assert (part["num_problems"], part["num_sampled_problems"]) == (3, 2)
+    assert (whole["num_problems"], whole["num_sampled_problems"]) == (3, 3)
+    assert part["measures"]["greedy/accuracy"] == whole["measures"]["greedy/accuracy"]
+    assert part["problems"][:2] == whole["problems"][:2]
+    assert set(part["problems"][2]) == {"id", "greedy"}
+    rows = read_completions(out)
+    assert rows[3:] == read_completions(tmp_path / "whole")[3:7]
+    table = comparison_table(read_results([out], "samples/pass@2"), "samples/pass@2")
+    assert "Problems: AMC 23 2." in table.caption
+    assert run(options, out, sample_limit=2)["benchmarks"]["amc23"] == part
+    assert "--sample-limit 3, but" in error_line(options, out, sample_limit=3)
+
+
+def test_folders_without_a_sample_limit_continue(options: BenchmarkOptions, tmp_path: Path) -> None:
+    """Versions before `--sample-limit` did not write this setting."""
+    before = run(options, tmp_path)
+    path = tmp_path / "settings.json"
+    settings = json.loads(path.read_text())
+    del settings["sample_limit"]
+    path.write_text(json.dumps(settings))
+    assert run(options, tmp_path) == before
+
+
 def test_unfinished_samples_are_not_in_the_results(
     tmp_path: Path, engine: Any, problem_set: PromptSet
 ) -> None:
@@ -457,7 +486,7 @@ def test_estimates_of_known_completions() -> None:
     greedy = [row(1, "5"), row(0, None, 30, finished=False)]
     first = [row(1, "5"), row(1, "5"), row(0, "6"), row(0, "6")]  # a tie
     second = [row(0, "1"), row(0, "1"), row(1, "2", 20), row(0, None, 40, finished=False)]
-    values = benchmark_values(greedy + first + second, 2, 4)
+    values = benchmark_values(greedy + first + second, Sizes(2, 4, 2))
     assert values == {
         "greedy/accuracy": [1, 0],
         "greedy/format_share": [1, 0],
@@ -484,7 +513,7 @@ def test_average_gives_benchmarks_equal_weight() -> None:
 
 @pytest.mark.parametrize("num_lines", [0, 1])
 def test_incomplete_greedy_rows_give_no_estimate(num_lines: int) -> None:
-    assert benchmark_values([row(1, "5")] * num_lines, 2, 0) == {}
+    assert benchmark_values([row(1, "5")] * num_lines, Sizes(2, 0, 2)) == {}
 
 
 # --- options and the command ---
@@ -540,6 +569,7 @@ def error_line(options: BenchmarkOptions, out: Path, **changed: Any) -> str:
         ({"temperature": 0.5}, ["--temperature 0.5", "has 1.0"]),
         ({"seed": 1}, ["--seed 1", "has 0"]),
         ({"limit": 2}, ["--limit 2", "has 3"]),
+        ({"sample_limit": 2}, ["--sample-limit 2", "has 0"]),
         ({"template": "{problem} "}, ["--template"]),
         ({"reward": "math"}, ["--reward 'math'"]),
     ],

@@ -94,6 +94,10 @@ WRONG = {
         {"benchmarks": {"names": ["math500"], "temperature": 0.6}},
         "benchmarks.temperature = 0.6 must be used with samples",
     ),
+    "sample limit without samples": (
+        {"benchmarks": {"names": ["math500"], "sample_limit": 5}},
+        "benchmarks.sample_limit = 5 must be used with samples",
+    ),
     "tuned without an objective": ({"objective": []}, "give objective = "),
     "tuned without seeds to tune": (
         {"phases": {"report": {"seeds": [0]}}},

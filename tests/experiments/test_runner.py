@@ -157,7 +157,7 @@ def test_an_untrained_model_is_a_row_of_the_table(tmp_path: Path, steps: list[st
 
 
 def test_runs_are_evaluated_on_benchmarks(tmp_path: Path, steps: list[str]) -> None:
-    benchmarks = BENCHMARKS | {"names": [sums(tmp_path)]}
+    benchmarks = BENCHMARKS | {"names": [sums(tmp_path)], "sample_limit": 1}
     out = tmp_path / "out"
     run_here(make(out, {"grpo": {}}), Selection(), progress()[0])
     experiment = make(out, {"grpo": {}}, benchmarks=benchmarks)
@@ -167,11 +167,15 @@ def test_runs_are_evaluated_on_benchmarks(tmp_path: Path, steps: list[str]) -> N
     (row,) = [row for row in line["evaluations"] if row["num_problems"] == 2 and "majority" in row]
     assert row["num_samples"] == 2
     assert set(row["pass@k"]) == {"1", "2"}
+    assert len(row["outcomes"]["greedy"]) == 2
+    assert len(row["outcomes"]["correct"]) == 1, "only the first problem is sampled"
+    assert row["mean"] == row["outcomes"]["correct"][0] / 2
     words = runner.benchmark_command(
         experiment, runner.Run("report", "", "grpo", "", 0), experiment.plan.benchmarks
     )
     assert " ".join(words[:4]) == f"eepo eval {out / 'grpo' / 'seed-0'} --benchmarks"
     assert words[words.index("--samples") + 1] == "2"
+    assert words[words.index("--sample-limit") + 1] == "1"
 
 
 @pytest.mark.parametrize("objective", ["in_range/greedy", "sums/greedy", "greedy", "speed"])

@@ -1,5 +1,7 @@
 """Evaluates a model on benchmarks: one greedy and `num_samples` sampled completions per problem.
 
+With `sample_limit`, only the first problems of each benchmark are sampled.
+
 Completions are graded and written in chunks of at most `max_rows` of one benchmark. A stopped
 evaluation continues with the first incomplete chunk. Random draws depend on the prompt and the
 sample index only.
@@ -32,12 +34,16 @@ from eepo.types import Completion, Prompt, Sampling, UserError, Verdict
 
 @dataclass(frozen=True)
 class _Pass:
-    """Describes one pass over all problems."""
+    """Describes one pass over the problems."""
 
     kind: str  # greedy | sample
     title: str
     num_samples: int  # per problem
     sampling: Sampling
+    limit: int = 0  # problems per benchmark; 0: all
+
+    def prompts(self, prompt_set: PromptSet) -> list[Prompt]:
+        return prompt_set.prompts[: self.limit or None]
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,7 @@ class BenchmarkEvaluation:
     sampling: Sampling  # of the samples
     max_rows: int
     progress: Progress
+    sample_limit: int = 0  # problems per benchmark that are sampled; 0: all
 
     def run(self) -> Path:
         """Sample and grade what is missing; return the path of the results."""
@@ -88,7 +95,7 @@ class BenchmarkEvaluation:
         if self.num_samples:
             title = f"{self.num_samples} samples per problem"
             sampling = Sampling(temperature, length, self.sampling.seed, "benchmark")
-            passes.append(_Pass("sample", title, self.num_samples, sampling))
+            passes.append(_Pass("sample", title, self.num_samples, sampling, self.sample_limit))
         return passes
 
     def _complete(self, sampling_pass: _Pass) -> None:
@@ -98,7 +105,7 @@ class BenchmarkEvaluation:
             missing, correct = self._missing_chunks(prompt_set, sampling_pass)
             chunks += missing
             num_correct += correct
-        total = sum(len(prompt_set.prompts) for prompt_set in self.sets)
+        total = sum(len(sampling_pass.prompts(prompt_set)) for prompt_set in self.sets)
         done = total - sum(len(chunk.prompts) for chunk in chunks)
         with self.progress.bar(sampling_pass.title, total, done) as bar:
             for call in self._calls(chunks, sampling_pass.num_samples):
@@ -148,9 +155,11 @@ class BenchmarkEvaluation:
 
         Rows of an incomplete chunk are removed from the store.
         """
-        name, prompts, num_samples = prompt_set.name, prompt_set.prompts, sampling_pass.num_samples
+        name, num_samples = prompt_set.name, sampling_pass.num_samples
+        prompts = sampling_pass.prompts(prompt_set)
         size = max(1, self.max_rows // num_samples)  # problems per chunk
-        first_line = len(prompts) if sampling_pass.kind == "sample" else 0  # greedy rows come first
+        num_greedy = len(prompt_set.prompts)
+        first_line = num_greedy if sampling_pass.kind == "sample" else 0  # greedy rows come first
         rows = self.store.rows(name)[first_line:]
         kind = sampling_pass.kind
         expected = [(prompt.id, kind) for prompt in prompts for _ in range(num_samples)]

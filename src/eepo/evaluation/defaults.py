@@ -74,7 +74,11 @@ def describe_evaluation(
 ) -> dict[str, Any]:
     """Return what identifies an evaluation. A folder holds one evaluation."""
     shared = ("template", "max_prompt_tokens", "max_new_tokens", "stop", "reward")
-    sampling = {"temperature": settings.temperature, "seed": options.seed}
+    sampling = {
+        "temperature": settings.temperature,
+        "seed": options.seed,
+        "sample_limit": options.sample_limit,
+    }
     return {
         "model": options.model,
         "revision": options.revision,

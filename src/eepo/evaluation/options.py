@@ -60,6 +60,12 @@ class BenchmarkOptions:
         "1024.",
     )
     limit: int = option(0, min=0, help="Use only the first N problems per benchmark; 0: all.")
+    sample_limit: int = option(
+        0,
+        min=0,
+        help="Sample only the first N of these problems, because samples take much longer than "
+        "greedy completions; 0: all.",
+    )
     template: str | None = option(
         None,
         help="boxed, chat, or a text with {problem}; default: the run's template, else boxed.",
@@ -88,6 +94,8 @@ class BenchmarkOptions:
     trust_remote_code: bool = option(False, help="Allow code from the model repository.")
 
     def __post_init__(self) -> None:
+        if self.sample_limit and not self.num_samples:
+            raise UserError(f"--sample-limit {self.sample_limit} needs --samples")
         if self.temperature is None:
             return
         if not 0 < self.temperature < math.inf:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +42,15 @@ def results(folder: Path) -> dict[str, Any]:
     values: dict[str, Values] = {}
     benchmarks: dict[str, dict[str, Any]] = {}
     for name, benchmark in settings["benchmarks"].items():
-        rows, sizes = store.rows(name), (benchmark["num_problems"], settings["num_samples"])
-        columns = benchmark_values(rows, *sizes)
+        rows, sizes = store.rows(name), _sizes(settings, benchmark)
+        columns = benchmark_values(rows, sizes)
         if columns:
             values[name] = columns
             measures = {measure: estimate([column]) for measure, column in columns.items()}
-            problems, num_samples = count_correct(rows, *sizes)
+            problems, num_samples = count_correct(rows, sizes)
             benchmarks[name] = benchmark | {
                 "num_samples": num_samples,
+                "num_sampled_problems": sizes.sampled_problems if num_samples else 0,
                 "measures": measures,
                 "problems": problems,
             }
@@ -59,20 +61,35 @@ def results(folder: Path) -> dict[str, Any]:
     }
 
 
-def benchmark_values(rows: Sequence[dict[str, Any]], num_problems: int, num_samples: int) -> Values:
+@dataclass(frozen=True)
+class Sizes:
+    """Says how many completions of a benchmark an evaluation has when it is complete."""
+
+    problems: int
+    samples: int  # per sampled problem
+    sampled_problems: int  # the first ones
+
+
+def _sizes(settings: dict[str, Any], benchmark: dict[str, Any]) -> Sizes:
+    num_problems = benchmark["num_problems"]
+    limit = settings.get("sample_limit") or num_problems
+    return Sizes(num_problems, settings["num_samples"], min(num_problems, limit))
+
+
+def benchmark_values(rows: Sequence[dict[str, Any]], sizes: Sizes) -> Values:
     """Return the values of each measure, or nothing if the greedy rows are incomplete.
 
     `rows` holds the greedy completions of all problems, then the samples, problem by problem.
     """
-    greedy, samples = rows[:num_problems], rows[num_problems:]
-    if len(greedy) < num_problems:
+    greedy, samples = rows[: sizes.problems], rows[sizes.problems :]
+    if len(greedy) < sizes.problems:
         return {}
     values = _columns(
         [{"greedy/accuracy": float(_correct(row))} | _measures([row], "greedy") for row in greedy]
     )
-    if num_samples and len(samples) == num_problems * num_samples:
-        starts = range(0, len(samples), num_samples)
-        groups = [samples[start : start + num_samples] for start in starts]
+    if sizes.samples and len(samples) == sizes.sampled_problems * sizes.samples:
+        starts = range(0, len(samples), sizes.samples)
+        groups = [samples[start : start + sizes.samples] for start in starts]
         values |= _columns([_sample_measures(group) for group in groups])
     return values
 
@@ -83,21 +100,23 @@ def set_title(name: str) -> str:
 
 
 def count_correct(
-    rows: Sequence[dict[str, Any]], num_problems: int, num_samples: int
+    rows: Sequence[dict[str, Any]], sizes: Sizes
 ) -> tuple[list[dict[str, Any]], int]:
-    """Count the correct samples of each problem, from which pass@k follows for every k.
+    """Count the correct samples of each sampled problem, from which pass@k follows for every k.
 
     Also return the number of samples per problem: 0 as long as the samples are incomplete.
     """
-    greedy, samples = rows[:num_problems], rows[num_problems:]
-    if len(samples) != num_problems * num_samples:
+    greedy, samples, num_samples = rows[: sizes.problems], rows[sizes.problems :], sizes.samples
+    if len(samples) != sizes.sampled_problems * num_samples:
         samples, num_samples = [], 0
     problems = []
     for index, row in enumerate(greedy):
-        group = samples[index * num_samples : (index + 1) * num_samples]
-        correct = [sample["answer"] for sample in group if _correct(sample)]
-        counts = {"correct": len(correct), "distinct": len(set(correct))}
-        problems.append({"id": row["id"], "greedy": _correct(row)} | counts)
+        problem = {"id": row["id"], "greedy": _correct(row)}
+        if index < sizes.sampled_problems:
+            group = samples[index * num_samples : (index + 1) * num_samples]
+            correct = [sample["answer"] for sample in group if _correct(sample)]
+            problem |= {"correct": len(correct), "distinct": len(set(correct))}
+        problems.append(problem)
     return problems, num_samples
 
 

@@ -37,6 +37,7 @@ def summarize_run(folder: Path) -> Line:
     size = max(1, -(-len(metrics) // MAX_ROWS))
     evaluations = [
         {name: _shorten(value) for name, value in row.items() if name != "problems"}
+        | _outcomes(row.get("problems", ()))
         for row in read_records(folder / EVALUATIONS)
         if row["kind"] == "full"
     ]
@@ -129,6 +130,18 @@ def _shorten(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
+def _outcomes(problems: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the results of all problems in a short form. Intervals over problems need them.
+
+    `eepo eval --sample-limit` samples only the first problems.
+    """
+    if not problems:
+        return {}
+    greedy = "".join("1" if problem["greedy"] else "0" for problem in problems)
+    correct = [problem["correct"] for problem in problems if "correct" in problem]
+    return {"outcomes": {"greedy": greedy, "correct": correct}}
+
+
 def _benchmark_rows(folder: Path, step: int) -> list[dict[str, Any]]:
     """Return the results on benchmarks in the form of evaluations: a set for each benchmark."""
     file = folder / BENCHMARKS / RESULTS
@@ -158,5 +171,6 @@ def _benchmark_rows(folder: Path, step: int) -> list[dict[str, Any]]:
                 for key, mean in means.items()
                 if key.startswith(prefix)
             }
-        rows.append({key: _shorten(value) for key, value in row.items()})
+        row = {key: _shorten(value) for key, value in row.items()}
+        rows.append(row | _outcomes(benchmark.get("problems", ())))
     return rows

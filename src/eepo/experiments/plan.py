@@ -115,6 +115,7 @@ class Benchmarks:
     temperature: float = 0.0
     max_new_tokens: int = 0
     limit: int = 0  # problems per benchmark; 0: all
+    sample_limit: int = 0  # problems per benchmark that are sampled; 0: all of these
     max_rows: int = 0
     template: str = ""
     reward: str = ""

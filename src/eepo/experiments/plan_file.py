@@ -237,6 +237,9 @@ def _benchmarks(top: Table) -> Benchmarks | None:
     samples, temperature = table.whole("samples", 0), table.number("temperature", 0.0)
     if temperature and not samples:
         raise table.error("temperature", "used with samples: the greedy completion has none")
+    sample_limit = table.whole("sample_limit", 0)
+    if sample_limit and not samples:
+        raise table.error("sample_limit", "used with samples")
     return Benchmarks(
         names=names,
         data_dir=table.text("data_dir"),
@@ -244,6 +247,7 @@ def _benchmarks(top: Table) -> Benchmarks | None:
         temperature=temperature,
         max_new_tokens=table.whole("max_new_tokens", 0),
         limit=table.whole("limit", 0),
+        sample_limit=sample_limit,
         max_rows=table.whole("max_rows", 0),
         template=table.text("template"),
         reward=table.text("reward"),

@@ -37,8 +37,8 @@ from eepo.types import UserError
 FAILED = "failed.txt"  # in the folder of a run: why it failed
 LOG, BENCHMARKS_LOG = "log.txt", "benchmarks_log.txt"
 BENCHMARK_KEYS = (  # options of `eepo eval` that the runner gives
-    "data_dir", "num_samples", "temperature", "max_new_tokens", "limit", "template", "reward",
-    "max_rows", "device",
+    "data_dir", "num_samples", "temperature", "max_new_tokens", "limit", "sample_limit",
+    "template", "reward", "max_rows", "device",
 )  # fmt: skip
 
 
@@ -198,6 +198,7 @@ def benchmark_options(experiment: Experiment, run: Run, benchmarks: Benchmarks) 
         temperature=benchmarks.temperature or None,
         max_new_tokens=benchmarks.max_new_tokens or None,
         limit=benchmarks.limit,
+        sample_limit=benchmarks.sample_limit,
         template=benchmarks.template or None,
         reward=benchmarks.reward or None,
         max_rows=benchmarks.max_rows or None,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from eepo.evaluation.defaults import fill_up
-from eepo.evaluation.estimates import grouped_bootstrap_interval, pass_at_k, seed_interval
+from eepo.evaluation.estimates import grouped_bootstrap_interval, seed_interval
 from eepo.evaluation.options import BenchmarkOptions
 from eepo.evaluation.results import estimate, set_title
 from eepo.evaluation.trained_run import TrainedRun
@@ -187,8 +187,7 @@ def _with_pass_at_k(benchmark: dict[str, Any], measure: str) -> Measures:
     num_samples, problems = benchmark.get("num_samples", 0), benchmark.get("problems")
     if not is_pass or measure in measures or not problems or not 1 <= int(k) <= num_samples:
         return measures
-    values = [pass_at_k(num_samples, problem["correct"], int(k)) for problem in problems]
-    return measures | {measure: estimate([values])}
+    return measures | {measure: estimate([problem_values(benchmark, f"pass@{k}")])}
 
 
 def average_of(benchmarks: dict[str, dict[str, Any]], measures: Sequence[str]) -> Measures:
@@ -271,8 +270,8 @@ def _merge_seeds(seeds: Sequence[ModelResult]) -> ModelResult:
 
 
 def _check_same_settings(seeds: Sequence[ModelResult]) -> None:
-    for key in COMPARED_SETTINGS:
-        values = list(dict.fromkeys(str(seed.settings.get(key)) for seed in seeds))
+    for key in (*COMPARED_SETTINGS, "sample_limit"):
+        values = list(dict.fromkeys(str(seed.settings.get(key) or "") for seed in seeds))
         if len(values) > 1:
             raise UserError(
                 f"{seeds[0].label}: its evaluations have different {key} ({', '.join(values)}); "

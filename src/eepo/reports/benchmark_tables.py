@@ -84,7 +84,7 @@ def comparison_table(results: Sequence[ModelResult], measure: str = ACCURACY) ->
     notes = [
         f"{name} in percent; brackets: {_interval_note(results)}. "
         "Average: over benchmarks, with equal weights.",
-        *_problem_notes(results),
+        *_problem_notes(results, measure),
         *_difference_notes(results, measure),
     ]
     rows = [(_row_label(result), _cells(result, measure, list(titles))) for result in results]
@@ -123,7 +123,10 @@ def _settings_caption(result: ModelResult) -> str:
     settings = result.settings
     parts = ["greedy"]
     if settings["num_samples"]:
-        parts.append(f"{settings['num_samples']} samples at temperature {settings['temperature']}")
+        limit = settings.get("sample_limit")
+        which = f" of the first {limit} problems" if limit else ""
+        temperature = settings["temperature"]
+        parts.append(f"{settings['num_samples']} samples{which} at temperature {temperature}")
     if template := settings["template"]:
         parts.append(f"template {template if template in ('boxed', 'chat') else 'custom'}")
     parts.append(f"at most {settings['max_new_tokens']} new tokens")
@@ -163,9 +166,15 @@ def _cell(value: dict[str, float], number_format: str, factor: float) -> Cell:
     return Cell(mean, f"{low}, {high}" if value["high"] - value["low"] > 1e-9 else "")
 
 
-def _problem_notes(results: Sequence[ModelResult]) -> list[str]:
+def _num_problems(benchmark: dict[str, Any], measure: str) -> int:
+    """Return the number of problems behind a measure: `--sample-limit` samples only some."""
+    key = "num_problems" if measure == ACCURACY else "num_sampled_problems"
+    return int(benchmark.get(key) or benchmark["num_problems"])
+
+
+def _problem_notes(results: Sequence[ModelResult], measure: str) -> list[str]:
     benchmarks = [benchmark for result in results for benchmark in result.benchmarks.values()]
-    counts = {benchmark["title"]: benchmark["num_problems"] for benchmark in benchmarks}
+    counts = {benchmark["title"]: _num_problems(benchmark, measure) for benchmark in benchmarks}
     texts = [f"{title} {count:,}" for title, count in counts.items()]
     notes = [f"Problems: {', '.join(texts)}."]
     skipped = {
@@ -186,7 +195,7 @@ def _difference_notes(results: Sequence[ModelResult], measure: str) -> list[str]
         key for key in keys if len({str(result.settings.get(key)) for result in results}) > 1
     ]
     counts = {
-        (name, benchmark["num_problems"])
+        (name, _num_problems(benchmark, measure))
         for result in results
         for name, benchmark in result.benchmarks.items()
     }

@@ -60,7 +60,8 @@ class EvaluationFolder:
             "problems": problems,
         }
         if num_samples and problems:
-            row["distinct"] = sum(problem["distinct"] for problem in problems) / len(problems)
+            distinct = [each["distinct"] for each in problems if "distinct" in each]
+            row["distinct"] = sum(distinct) / len(distinct)
         return row
 
 

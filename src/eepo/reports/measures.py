@@ -106,8 +106,13 @@ def measure_value(evaluation: Row, measure: str) -> float | None:
 
 
 def problem_values(evaluation: Row, measure: str) -> list[float]:
-    """Return the measure for each problem; empty if the evaluation did not record problems."""
+    """Return the measure for each problem that has it; empty if no problems were recorded.
+
+    `eepo eval --sample-limit` samples only some problems.
+    """
     problems, num_samples = evaluation.get("problems") or [], evaluation["num_samples"]
+    if measure != "greedy":
+        problems = [problem for problem in problems if "correct" in problem]
     if measure.startswith("pass@"):
         k = int(measure.removeprefix("pass@"))
         return [pass_at_k(num_samples, problem["correct"], k) for problem in problems]
