@@ -7,6 +7,7 @@ import math
 import random
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from eepo.evaluation.estimates import (
     majority_accuracy,
     pass_at_k,
     powers_of_two,
+    seed_and_problem_interval,
     seed_interval,
 )
 
@@ -113,6 +115,35 @@ def test_groups_of_equal_size_are_resampled_independently() -> None:
     low, high = bootstrap_interval(values)
     grouped_low, grouped_high = grouped_bootstrap_interval([values] * 4)
     assert grouped_high - grouped_low == pytest.approx((high - low) / 2, rel=0.15)
+
+
+def test_the_interval_over_seeds_and_problems_adds_both_parts() -> None:
+    """Seeds have means .3 and .5; problems have means .2, .4 and .6."""
+    seeds = [[[0.1, 0.3, 0.5]], [[0.3, 0.5, 0.7]]]
+    over_seeds = 12.706 * math.sqrt(0.02 / 2)
+    over_problems = 4.303 * math.sqrt(0.04 / 3)
+    half = math.hypot(over_seeds, over_problems)
+    interval = seed_and_problem_interval(seeds)
+    assert interval == pytest.approx((0.4 - half, 0.4 + half))
+    # The same problems twice: half of the variance over problems, the same over seeds.
+    twice = [groups * 2 for groups in seeds]
+    half = math.hypot(over_seeds, over_problems / math.sqrt(2))
+    assert seed_and_problem_interval(twice) == pytest.approx((0.4 - half, 0.4 + half))
+    assert seed_and_problem_interval(seeds[:1]) is None
+    assert seed_and_problem_interval([[[0.5]], [[0.5]]]) == (0.5, 0.5)
+
+
+def test_the_interval_over_seeds_and_problems_covers_the_mean_of_both() -> None:
+    """The rate is .5 + seed + problem. Single draws vary, too."""
+    rng = np.random.default_rng(0)
+    covered = 0
+    for _ in range(400):
+        seeds, problems = rng.normal(0, 0.03, (4, 1)), rng.normal(0, 0.1, (1, 30))
+        rates = np.clip(0.5 + seeds + problems, 0, 1)
+        draws = rng.binomial(8, rates) / 8
+        low, high = seed_and_problem_interval([[row] for row in draws])
+        covered += low <= 0.5 <= high
+    assert covered / 400 >= 0.94
 
 
 @pytest.mark.parametrize(

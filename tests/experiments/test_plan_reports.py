@@ -16,7 +16,8 @@ from eepo.experiments.plan_file import read_plan
 from eepo.experiments.plan_reports import _figure_data, plan_tables, write_plan_figures
 from eepo.experiments.toml_tables import dump_tables
 from eepo.reports.frontier import FrontierPanel, frontier_figure, interval_arms
-from eepo.reports.plan_figures import draw_frontier, length_measures
+from eepo.reports.plan_figures import FIGURES, FigureData, draw_frontier, length_measures
+from eepo.reports.run_lines import line_sets
 from eepo.reports.steps_to_reward import regime_number, steps_by_method_figure
 from eepo.types import UserError
 
@@ -64,6 +65,71 @@ def test_a_significant_difference_is_bold(plans: SimpleNamespace, tmp_path: Path
     reported += [line("eepo", "", seed, greedy) for seed, greedy in enumerate((0.5, 0.71, 0.6))]
     plans.write(tmp_path / "report.jsonl", reported)
     assert "0.603<br>**+0.203 [+0.189, +0.218]**" in tables(plans.tuned(tmp_path))
+
+
+def with_benchmarks(line: dict[str, Any], *greedy: str) -> dict[str, Any]:
+    """Add two benchmarks to a line. A digit says whether the greedy completion is correct."""
+    rows = [
+        {
+            "step": 10,
+            "kind": "full",
+            "set": name,
+            "num_problems": len(digits),
+            "num_samples": 2,
+            "greedy": digits.count("1") / len(digits),
+            "mean": 0.5,
+            "pass@k": {"1": 0.5, "2": 0.75},
+            "outcomes": {"greedy": digits, "correct": [1]},
+        }
+        for name, digits in zip(("amc23", "aime24"), greedy, strict=True)
+    ]
+    return line | {"evaluations": line["evaluations"] + rows}
+
+
+def test_intervals_are_over_seeds_and_problems_if_outcomes_are_recorded(
+    plans: SimpleNamespace, tmp_path: Path
+) -> None:
+    line = plans.line
+    reported = [with_benchmarks(line("grpo", "1e-5", seed, 0.3), "0000", "00") for seed in (0, 1)]
+    reported += [with_benchmarks(line("eepo", "", seed, 0.3), "1010", "10") for seed in (0, 1)]
+    plans.write(tmp_path / "report.jsonl", reported)
+    benchmarks = {"names": ["amc23", "aime24"], "samples": 2, "sample_limit": 1}
+    text = tables(plans.tuned(tmp_path, benchmarks=benchmarks))
+    first, second, average = (
+        text.partition(f"### dense, {title}\n")[2].partition("###")[0]
+        for title in ("AMC 23", "AIME 24", "average of the benchmarks")
+    )
+    # No spread over seeds; over problems 3.182 * .577 / 2 and 12.706 * .707 / 1.414.
+    assert "0.500<br>+0.500 [-0.419, +1.419]" in first
+    assert "0.500<br>+0.500 [-5.853, +6.853]" in second
+    assert "0.500<br>+0.500 [-2.710, +3.710]" in average
+    assert "|  | mean | greedy | pass@2 |" in first, "distinct answers are not recorded"
+    assert "|  | mean | greedy | pass@8 | pass@32 | distinct |" in text, (
+        "other sets have other samples"
+    )
+
+
+def test_figures_may_show_some_sets(
+    plans: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = []
+
+    def record(data: FigureData) -> None:
+        drawn.append(line_sets(data.lines))
+
+    monkeypatch.setitem(FIGURES, "pass_at_k", record)
+    line = with_benchmarks(plans.line("grpo", "1e-5", 0, 0.3), "0011", "01")
+    plans.write(tmp_path / "report.jsonl", [line])
+    for sets in ([], ["aime24", "amc23"]):
+        entry = {"figure": "pass_at_k", "sets": sets}
+        with pytest.raises(UserError, match="no finished run for these figures"):
+            write_plan_figures(
+                plans.tuned(tmp_path, figures=[entry]), Selection(), ["pass_at_k"], tmp_path
+            )
+    assert drawn == [["in_range", "amc23", "aime24"], ["aime24", "amc23"]]
+    entry = {"figure": "pass_at_k", "sets": ["amc24"]}
+    with pytest.raises(UserError, match=r"figures\.sets has 'amc24'; evaluated: in_range"):
+        write_plan_figures(plans.tuned(tmp_path, figures=[entry]), Selection(), [], tmp_path)
 
 
 def test_differences_to_another_method(plans: SimpleNamespace, tmp_path: Path) -> None:
@@ -298,7 +364,7 @@ def test_the_commands_print_tables_and_status_and_write_figures(
 # --- the results in docs/
 
 
-@pytest.mark.parametrize("name", ["countdown", "methods", "shortcut", "smollm2"])
+@pytest.mark.parametrize("name", ["countdown", "maths", "methods", "reason", "shortcut", "smollm2"])
 def test_the_tables_in_the_docs_are_those_of_the_recorded_lines(name: str) -> None:
     experiment = Experiment(read_plan(ROOT / "studies" / f"{name}.toml"), RESULTS / name)
     text = (RESULTS / f"{name}_tables.md").read_text()
@@ -306,8 +372,8 @@ def test_the_tables_in_the_docs_are_those_of_the_recorded_lines(name: str) -> No
 
 
 FIGURE_STUDIES = (
-    "countdown", "methods", "smollm2", "smollm2_shortcut", "smollm2_two_dtypes", "shortcut",
-    "shortcut_rates",
+    "countdown", "maths", "methods", "reason", "smollm2", "smollm2_shortcut", "smollm2_two_dtypes",
+    "shortcut", "shortcut_rates",
 )  # fmt: skip
 
 

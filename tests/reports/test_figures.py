@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 
@@ -225,6 +226,25 @@ def test_runs_with_the_same_start_share_its_accuracy(write_run):
     assert start_accuracies([*runs, other]) == {8 / 4 / 32, 0.5}, (
         "another starting policy keeps its evaluation"
     )
+
+
+def test_entropies_of_different_orders_have_a_log_scale(runs):
+    def scaled(run, factor):
+        metrics = [{**row, "stage1/entropy": factor * row["stage1/entropy"]} for row in run.metrics]
+        return dataclasses.replace(run, name=f"times_{factor}", metrics=metrics)
+
+    usual = exploration_figure(runs).axes[0]
+    assert usual.get_yscale() == "linear"
+    assert usual.get_ylim()[0] == 0
+    wide = exploration_figure([*runs, scaled(runs[0], 100)]).axes[0]
+    assert wide.get_yscale() == "log"
+    assert "log scale" in wide.get_title()
+
+
+def test_a_model_without_training_is_not_in_the_legend_of_curves(runs):
+    base = dataclasses.replace(runs[0], name="base", metrics=[])
+    (legend,) = exploration_figure([base, *runs]).legends
+    assert "base" not in [text.get_text() for text in legend.get_texts()]
 
 
 def test_a_single_step_is_a_dot_with_one_integer_tick(write_run):

@@ -160,7 +160,7 @@ def test_every_figure_is_drawn_from_runs(make: Any) -> None:
         2, 4, 5, 6, 7, 8,
     ]  # fmt: skip
     titles = [axes.get_title() for axes in figures[2].axes if axes.get_visible()]
-    assert titles[:2] == ["accuracy, in distribution", "accuracy, amc23"]
+    assert titles[:2] == ["accuracy, in distribution", "accuracy, AMC 23"]
     (axes,) = figures[5].axes
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["1e-5", "1e-3"]
     assert [axes.get_title() for axes in figures[7].axes] == [

@@ -1,4 +1,4 @@
-"""Estimates unbiased pass@k, and 95 % intervals over problems or over seeds."""
+"""Estimates unbiased pass@k, and 95 % intervals over problems, over seeds, or over both."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+
+Groups = Sequence[Sequence[float]]  # a value for each problem, such as of each benchmark
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -79,8 +81,33 @@ def seed_interval(values: Sequence[float]) -> tuple[float, float] | None:
     """Return the 95 % t-interval of the mean over seeds; None for a single seed."""
     if len(values) < 2:
         return None
-    array = np.asarray(values, dtype=float)
-    degrees = len(array) - 1
+    mean, half = sum(values) / len(values), _half_width(values)
+    return mean - half, mean + half
+
+
+def seed_and_problem_interval(seeds: Sequence[Groups]) -> tuple[float, float] | None:
+    """Return the 95 % interval of the mean of group means, over seeds and problems.
+
+    A seed has groups of problems, such as benchmarks, with one value per problem. All seeds have
+    the same problems. Their half-widths add like independent errors. The chance of a single draw
+    counts in both, so the interval is rather too wide than too narrow. None for a single seed.
+    """
+    if len(seeds) < 2:
+        return None
+    over_seeds = _half_width([_mean_of_means(groups) for groups in seeds])
+    by_problem = [np.mean(group, axis=0) for group in zip(*seeds, strict=True)]
+    squares = [_half_width(values) ** 2 if len(values) > 1 else 0.0 for values in by_problem]
+    over_problems = math.sqrt(sum(squares)) / len(by_problem)
+    mean, half = _mean_of_means(by_problem), math.hypot(over_seeds, over_problems)
+    return mean - half, mean + half
+
+
+def _mean_of_means(groups: Groups) -> float:
+    return float(np.mean([np.mean(group) for group in groups]))
+
+
+def _half_width(values: Sequence[float] | np.ndarray) -> float:
+    """Return half of the width of the 95 % t-interval of the mean of two or more values."""
+    degrees = len(values) - 1
     quantile = T_QUANTILES[degrees - 1] if degrees <= len(T_QUANTILES) else 1.96
-    half = quantile * float(array.std(ddof=1)) / math.sqrt(len(array))
-    return float(array.mean()) - half, float(array.mean()) + half
+    return quantile * float(np.std(values, ddof=1)) / math.sqrt(len(values))

@@ -99,9 +99,7 @@ def set_title(name: str) -> str:
     return BENCHMARK_TITLES.get(name, name.replace("_", " "))
 
 
-def count_correct(
-    rows: Sequence[dict[str, Any]], sizes: Sizes
-) -> tuple[list[dict[str, Any]], int]:
+def count_correct(rows: Sequence[dict[str, Any]], sizes: Sizes) -> tuple[list[dict[str, Any]], int]:
     """Count the correct samples of each sampled problem, from which pass@k follows for every k.
 
     Also return the number of samples per problem: 0 as long as the samples are incomplete.

@@ -162,6 +162,7 @@ class FigureEntry:
     kind: str
     selection: Selection
     name: str = ""  # of the file; default: PLAN_REGIME_KIND
+    sets: tuple[str, ...] = ()  # evaluation sets that are drawn; empty: all
 
 
 @dataclass(frozen=True)

@@ -289,9 +289,10 @@ def _figure_entry(
     regimes: Mapping[str, Table],
     phases: Mapping[str, Phase],
 ) -> FigureEntry:
-    table.allow("figure", "name", "phases", "regimes", "methods")
+    table.allow("figure", "name", "sets", "phases", "regimes", "methods")
     kind = table.choice("figure", tuple(FIGURES), "")
     name = table.text("name")
     if "/" in name:
         raise table.error("name", "a file name without folder and ending")
-    return FigureEntry(kind, _selection(table, methods, regimes, phases), name)
+    selection = _selection(table, methods, regimes, phases)
+    return FigureEntry(kind, selection, name, table.texts("sets"))

@@ -10,7 +10,7 @@ from eepo.experiments.plan import REPORT, TUNE, FigureEntry, Selection, TableEnt
 from eepo.reports.figure_list import image_bytes
 from eepo.reports.paired_tables import TableRow, regime_tables
 from eepo.reports.plan_figures import FIGURES, PLAN_FIGURES, FigureData, MethodStyle
-from eepo.reports.run_lines import Line, line_title
+from eepo.reports.run_lines import Line, line_sets, line_title
 from eepo.runs.runlog import write_atomically
 from eepo.types import UserError
 
@@ -124,7 +124,8 @@ def _entry_tables(experiment: Experiment, entry: TableEntry) -> list[str]:
             if not selection.methods or row.lines[0]["method"] in selection.methods
         ]
         if chosen:
-            tables += regime_tables(regime, chosen, rows, entry.label, entry.seconds)
+            benchmarks = plan.benchmarks.names if plan.benchmarks else ()
+            tables += regime_tables(regime, chosen, rows, entry.label, entry.seconds, benchmarks)
     return tables
 
 
@@ -171,6 +172,14 @@ def _compare_with(rows: Sequence[TableRow], against: str) -> list[TableRow]:
 def _entry_figures(experiment: Experiment, entry: FigureEntry, into: Path) -> list[Path]:
     plan, selection = experiment.plan, entry.selection
     lines = _figure_lines(experiment, selection)
+    if entry.sets:
+        known = line_sets(lines)
+        for name in entry.sets:
+            if lines and name not in known:
+                raise UserError(
+                    f"{plan.source}: figures.sets has {name!r}; evaluated: {', '.join(known)}"
+                )
+        lines = [_only_sets(line, entry.sets) for line in lines]
     regimes = [name for name in plan.regimes if not selection.regimes or name in selection.regimes]
     if entry.kind in PLAN_FIGURES:
         groups = {"": lines}
@@ -186,6 +195,12 @@ def _entry_figures(experiment: Experiment, entry: FigureEntry, into: Path) -> li
             file.write_bytes(image_bytes(figure, "png"))
             files.append(file)
     return files
+
+
+def _only_sets(line: Line, sets: Sequence[str]) -> Line:
+    """Keep the evaluations of these sets, in this order."""
+    rows = [row for name in sets for row in line["evaluations"] if row["set"] == name]
+    return line | {"evaluations": rows}
 
 
 def _figure_lines(experiment: Experiment, selection: Selection) -> list[Line]:

@@ -131,7 +131,7 @@ def _from_run(folder: Path) -> ModelResult:
     """Use the final evaluation of a run; of a run without steps, its only one."""
     run = read_run(folder)
     names = dict.fromkeys(row["set"] for row in run.evaluations if row["kind"] == "full")
-    rows = [run.full_evaluation(name) or run.start_evaluation(name) for name in names]
+    rows = [run.final_evaluation(name) for name in names]
     benchmarks = {row["set"]: _benchmark_of(row) for row in rows if row and row.get("problems")}
     if not benchmarks:
         raise UserError(f"{folder}: the run has no full evaluation yet; it is made at its end")

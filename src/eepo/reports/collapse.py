@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from eepo.evaluation.results import set_title
 from eepo.reports.curves import (
     MAX_BANDED_METHODS,
     LineStyle,
@@ -35,7 +36,6 @@ from eepo.reports.panels import (
 )
 from eepo.reports.records import Run, by_method, evaluation_sets
 from eepo.reports.shared_start import share_start_evaluations
-from eepo.reports.tables import display_name
 
 # Entropy of stage 1: the policy sampled it. Later stages are sampled from other weights.
 ENTROPY_LABEL = "policy entropy (nats per token)"
@@ -53,13 +53,13 @@ def collapse_figure(runs: Sequence[Run]) -> Figure | None:
     entropy_panel, path_panels = panels[len(sets)], panels[len(sets) + 1 :]
     for axes, eval_set in zip(panels, sets, strict=False):
         _draw_accuracy(axes, methods, eval_set)
-        label_steps(axes, f"accuracy, {name_label(display_name(eval_set))}")
+        label_steps(axes, f"accuracy, {name_label(set_title(eval_set))}")
     draw_methods(entropy_panel, methods, "stage1/entropy")
     label_steps(entropy_panel, ENTROPY_LABEL)
     start_at_zero(entropy_panel)
     for axes, eval_set in zip(path_panels, sets, strict=True):
         _draw_paths(axes, methods, eval_set)
-        axes.set_title(f"mean accuracy, {name_label(display_name(eval_set))}")
+        axes.set_title(f"mean accuracy, {name_label(set_title(eval_set))}")
         axes.set_xlabel(ENTROPY_LABEL)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
     add_legend(figure, method_handles(methods, markers=True) + dash_handles(["greedy", "mean"]))

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from eepo.evaluation.results import set_title
 from eepo.reports.curves import MAX_BANDED_METHODS, draw_methods
 from eepo.reports.labels import name_label
 from eepo.reports.measures import (
@@ -37,7 +39,6 @@ from eepo.reports.panels import (
     use_percent,
 )
 from eepo.reports.records import Row, Run, by_method, evaluation_sets
-from eepo.reports.tables import display_name
 
 LOST = "stage2/lost_share"
 
@@ -45,7 +46,8 @@ LOST = "stage2/lost_share"
 @styled
 def exploration_figure(runs: Sequence[Run]) -> Figure | None:
     """Draw entropy, reward and length of each stage over the steps."""
-    if not any(run.series("stage1/entropy") for run in runs):
+    runs = [run for run in runs if run.series("stage1/entropy")]  # not models without training
+    if not runs:
         return None
     figure, panels = new_panels(3)
     titles = {
@@ -56,9 +58,21 @@ def exploration_figure(runs: Sequence[Run]) -> Figure | None:
     for axes, (key, title) in zip(panels, titles.items(), strict=True):
         _draw_stages(axes, runs, key)
         label_steps(axes, title)
-    start_at_zero(panels[0])
+    if _spans_orders(panels[0]):
+        panels[0].set_yscale("log")
+        panels[0].yaxis.set_major_formatter("{x:g}")
+        panels[0].set_title("entropy (nats per token, log scale)")
+    else:
+        start_at_zero(panels[0])
     add_legend(figure, method_handles(by_method(runs)) + stage_handles(runs))
     return figure
+
+
+def _spans_orders(axes: Axes) -> bool:
+    """Return whether most lines would be flat at the bottom, far below the highest one."""
+    highest = sorted(float(np.max(line.get_ydata())) for line in axes.lines)
+    lowest = min((float(np.min(line.get_ydata())) for line in axes.lines), default=0.0)
+    return lowest > 0 and highest[-1] > 10 * highest[len(highest) // 2]
 
 
 @styled
@@ -92,7 +106,7 @@ def pass_at_k_figure(runs: Sequence[Run]) -> Figure | None:
         label_k(axes, [row for rows in evaluations.values() for row in rows])
         if axes.dataLim.y1 <= 0:  # no success: matplotlib would show negative shares
             start_at_zero(axes)
-        axes.set_title(name_label(f"pass@k, {display_name(eval_set)}"))
+        axes.set_title(name_label(f"pass@k, {set_title(eval_set)}"))
     add_legend(figure, method_handles(drawn, markers=True))
     return figure
 

@@ -17,9 +17,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from eepo.evaluation.estimates import seed_interval
+from eepo.evaluation.results import set_title
 from eepo.reports.palette import LINE_STYLES, method_styles
 from eepo.reports.panels import WIDTH, add_legend, method_handles, new_panels, styled
-from eepo.reports.tables import display_name
 
 # By value or by method: (mean, pass@k) of each seed.
 Seeds = Mapping[str, Sequence[tuple[float, float]]]
@@ -48,7 +48,7 @@ def frontier_figure(panels: Sequence[FrontierPanel], measure: str) -> Figure | N
         figure, all_axes = new_panels(len(panels), height=2.6, width=WIDTH)
         for axes, panel in zip(all_axes, panels, strict=True):
             _draw_panel(axes, panel, method_styles(points), numbers)
-            axes.set(title=display_name(panel.eval_set), xlabel="mean", ylabel=measure)
+            axes.set(title=set_title(panel.eval_set), xlabel="mean", ylabel=measure)
             # Fewer ticks: numbers are long where methods hardly differ.
             axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
         lines = {

@@ -1,4 +1,8 @@
-"""Formats the runs of a plan as Markdown tables: training, and final measures paired by seed."""
+"""Formats the runs of a plan as Markdown tables: training, and final measures paired by seed.
+
+Intervals are over seeds. If the lines have the outcome of each problem, they are over seeds and
+problems.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from eepo.evaluation.estimates import seed_interval
+from eepo.evaluation.estimates import Groups, seed_and_problem_interval, seed_interval
+from eepo.evaluation.results import set_title
 from eepo.reports.measures import shown_measures
-from eepo.reports.run_lines import Line, as_run, find_final_value, line_sets
+from eepo.reports.run_lines import (
+    Line,
+    as_run,
+    final_problem_values,
+    find_final_value,
+    line_sets,
+)
 from eepo.reports.speed_table import HEAD, Goal, half_of, reward_after, reward_of_90, speed_cells
-from eepo.reports.tables import display_name
 
 SECONDS = "seconds"
 TRAINING_COLUMNS = {
@@ -39,18 +49,27 @@ class TableRow:
     compared_with: str = ""  # title of the row that differences are to; "": of the first row
 
 
+@dataclass(frozen=True)
+class _Value:
+    """Reads a value of a line; None if the line does not have it."""
+
+    of: Callable[[Line], float | None]
+    per_problem: Callable[[Line], Groups] = lambda line: ()  # empty if not recorded
+
+
 def regime_tables(
     regime: str,
     rows: Sequence[TableRow],
     others: Sequence[TableRow],
     label: str = "",
     seconds: Sequence[float] = (),
+    benchmarks: Sequence[str] = (),
 ) -> list[str]:
     """Return the tables of one regime: training, speed, and one for each evaluation set.
 
     `others` are all rows that `rows` may be compared with. Its first row is the baseline. With a
     label of the grader, a table says when half of the completions have it. With `seconds`, a table
-    has the reward after so much training.
+    has the reward after so much training. With several `benchmarks`, a table has their average.
     """
     every_line = [line for row in others for line in row.lines]
     prefix = f"{regime}, " if regime else ""
@@ -73,30 +92,76 @@ def regime_tables(
         heads = ["", *(f"after {each:g} s" for each in seconds)]
         cells = [_reward_cells(row, by_title, seconds) for row in trained]
         tables.append(_table(f"{prefix}reward of stage 1 at equal time", heads, cells))
-    measures = _measures(every_line)
-    for eval_set in line_sets(every_line):
-        cells = [_final_cells(row, by_title, eval_set, measures) for row in rows]
-        tables.append(_table(f"{prefix}{display_name(eval_set)}", ["", *measures], cells))
+    known = line_sets(every_line)
+    averages = {"average of the benchmarks": tuple(benchmarks)} if len(benchmarks) > 1 else {}
+    averages = {title: sets for title, sets in averages.items() if {*sets} <= {*known}}
+    for title, sets in ({set_title(name): (name,) for name in known} | averages).items():
+        measures = _measures(every_line, sets)
+        values = [_final_value(sets, measure) for measure in measures]
+        cells = [_compared_cells(row, by_title, values) for row in rows]
+        tables.append(_table(f"{prefix}{title}", ["", *measures], cells))
     return tables
+
+
+def _final_value(eval_sets: Sequence[str], measure: str) -> _Value:
+    """Read the mean of a final measure over evaluation sets."""
+
+    def mean(line: Line) -> float | None:
+        values = [find_final_value(line, name, measure) for name in eval_sets]
+        present = [value for value in values if value is not None]
+        return statistics.mean(present) if len(present) == len(values) else None
+
+    def per_problem(line: Line) -> Groups:
+        groups = [final_problem_values(line, name, measure) for name in eval_sets]
+        return groups if all(groups) else ()
+
+    return _Value(mean, per_problem)
 
 
 def paired_difference(
     lines: Sequence[Line], others: Sequence[Line], eval_set: str, measure: str
 ) -> list[float]:
     """Return the difference of a measure for each seed that both have."""
-    return _paired(lines, others, lambda line: find_final_value(line, eval_set, measure))
+    return _differences(_pairs(lines, others), _final_value([eval_set], measure))
 
 
-def _paired(
-    lines: Sequence[Line], others: Sequence[Line], value_of: Callable[[Line], float | None]
-) -> list[float]:
-    values, baseline = ({line["seed"]: value_of(line) for line in some} for some in (lines, others))
-    pairs = [(values[seed], baseline[seed]) for seed in sorted(values.keys() & baseline.keys())]
-    return [own - other for own, other in pairs if own is not None and other is not None]
+def _pairs(lines: Sequence[Line], others: Sequence[Line]) -> list[tuple[Line, Line]]:
+    """Return the lines of each seed that both have."""
+    by_seed, baseline = ({line["seed"]: line for line in some} for some in (lines, others))
+    return [(by_seed[seed], baseline[seed]) for seed in sorted(by_seed.keys() & baseline.keys())]
 
 
-def _measures(lines: Sequence[Line]) -> list[str]:
-    greedy, mean, *rest = shown_measures([as_run(line) for line in lines])
+def _differences(pairs: Sequence[tuple[Line, Line]], value: _Value) -> list[float]:
+    values = [(value.of(line), value.of(other)) for line, other in pairs]
+    return [own - other for own, other in values if own is not None and other is not None]
+
+
+def _problem_differences(pairs: Sequence[tuple[Line, Line]], value: _Value) -> list[Groups]:
+    """Return the differences of each seed, problem by problem; empty if a line lacks them."""
+    differences: list[Groups] = []
+    for line, other in pairs:
+        own, others = value.per_problem(line), value.per_problem(other)
+        if not own or [*map(len, own)] != [*map(len, others)]:
+            return []
+        differences.append(
+            [
+                [a - b for a, b in zip(group, other_group, strict=True)]
+                for group, other_group in zip(own, others, strict=True)
+            ]
+        )
+    return differences
+
+
+def _measures(lines: Sequence[Line], eval_sets: Sequence[str]) -> list[str]:
+    """Return the measures of a table of these sets. Each set may have its number of samples."""
+    only = [
+        line | {"evaluations": [row for row in line["evaluations"] if row["set"] in eval_sets]}
+        for line in lines
+    ]
+    greedy, mean, *rest = shown_measures([as_run(line) for line in only])
+    rows = [row for line in only for row in line["evaluations"]]
+    if not any("distinct" in row for row in rows):
+        rest = [name for name in rest if name != "distinct"]
     return [mean, greedy, *rest]
 
 
@@ -129,45 +194,36 @@ def _training_cells(row: TableRow, columns: Sequence[str]) -> list[str]:
     return cells
 
 
-def _final_cells(
-    row: TableRow,
-    by_title: Mapping[str, Sequence[Line]],
-    eval_set: str,
-    measures: Sequence[str],
-) -> list[str]:
-    """Return the mean of each final measure, with its difference."""
-    values = [partial(find_final_value, eval_set=eval_set, measure=each) for each in measures]
-    return _compared_cells(row, by_title, values)
-
-
 def _reward_cells(
     row: TableRow, by_title: Mapping[str, Sequence[Line]], seconds: Sequence[float]
 ) -> list[str]:
     """Return the mean reward after some seconds of training, with its difference."""
-    return _compared_cells(row, by_title, [partial(reward_after, seconds=s) for s in seconds])
+    values = [_Value(partial(reward_after, seconds=each)) for each in seconds]
+    return _compared_cells(row, by_title, values)
 
 
 def _compared_cells(
-    row: TableRow,
-    by_title: Mapping[str, Sequence[Line]],
-    value_functions: Iterable[Callable[[Line], float | None]],
+    row: TableRow, by_title: Mapping[str, Sequence[Line]], values: Iterable[_Value]
 ) -> list[str]:
     """Return the mean of each value, and its difference, bold if the interval excludes 0."""
     first = next(iter(by_title))
     compared_with = row.compared_with or first
-    title = row.title if compared_with == first else f"{row.title} (to {compared_with})"
+    is_usual = compared_with in (first, row.title)
+    title = row.title if is_usual else f"{row.title} (to {compared_with})"
     cells = [title]
-    for value_of in value_functions:
-        present = [value for value in map(value_of, row.lines) if value is not None]
+    for value in values:
+        present = [number for number in map(value.of, row.lines) if number is not None]
         cell = f"{statistics.mean(present):.3f}" if present else ""
         if row.title != compared_with:
-            cell += _difference(_paired(row.lines, by_title.get(compared_with, ()), value_of))
+            cell += _difference(_pairs(row.lines, by_title.get(compared_with, ())), value)
         cells.append(cell)
     return cells
 
 
-def _difference(differences: Sequence[float]) -> str:
-    interval = seed_interval(differences)
+def _difference(pairs: Sequence[tuple[Line, Line]], value: _Value) -> str:
+    differences = _differences(pairs, value)
+    per_problem = _problem_differences(pairs, value)
+    interval = seed_and_problem_interval(per_problem) if per_problem else seed_interval(differences)
     if interval is None:
         return ""
     low, high = interval

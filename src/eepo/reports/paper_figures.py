@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from eepo.evaluation.results import set_title
 from eepo.reports.collapse import collapse_figure
 from eepo.reports.curves import LineStyle, draw_curve, evaluation_curve
 from eepo.reports.figures import cost_figure, exploration_figure
@@ -33,7 +34,7 @@ from eepo.reports.panels import (
     use_percent,
 )
 from eepo.reports.paper_numbers import EEPO, GRPO
-from eepo.reports.paper_table import IN_DISTRIBUTION, table_sets, title
+from eepo.reports.paper_table import IN_DISTRIBUTION, table_sets
 from eepo.reports.records import Run, by_method, evaluation_sets
 from eepo.reports.unlearning_examples import unlearning_examples_figure
 
@@ -137,10 +138,10 @@ def draw_generalization(data: PaperData) -> Figure | None:
             if curve := evaluation_curve(methods[method], eval_set, "greedy"):
                 draw_curve(steps, curve, LineStyle(colour, marker=marker))
             _draw_pass_at_k(samples, methods[method], eval_set, (colour, marker))
-        label_steps(steps, name_label(f"greedy accuracy, {title(eval_set)}"))
+        label_steps(steps, name_label(f"greedy accuracy, {set_title(eval_set)}"))
         use_percent(steps)
         label_k(samples, full_evaluations(runs, eval_set))
-        samples.set_title(name_label(f"pass@k, {title(eval_set)}"))
+        samples.set_title(name_label(f"pass@k, {set_title(eval_set)}"))
         add_legend(figure, method_handles(methods, markers=True))
         return figure
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from eepo.config import BENCHMARK_TITLES
 from eepo.evaluation.estimates import grouped_bootstrap_interval
+from eepo.evaluation.results import set_title
 from eepo.reports.benchmark_tables import MISSING, Cell, ResultTable
 from eepo.reports.measures import (
     Estimate,
@@ -18,7 +18,6 @@ from eepo.reports.measures import (
 )
 from eepo.reports.paper_numbers import BASE, FIVE, FOUR, PaperTable, relative_gain
 from eepo.reports.records import Row, Run, evaluation_sets
-from eepo.reports.tables import display_name
 
 GREEDY = "greedy"
 IN_DISTRIBUTION = "in_distribution"  # held-out training problems are no column of the tables
@@ -39,7 +38,7 @@ def paper_table(table: PaperTable, methods: Methods, base_name: str) -> ResultTa
     evaluation sets.
     """
     sets, rows = table_sets(methods), []
-    columns = [title(name) for name in sets] if table.sets else []
+    columns = [set_title(name) for name in sets] if table.sets else []
     same_sets = has_papers_sets(table, methods)
     for method, label in table.labels.items():
         runs = methods.get(method, [])
@@ -74,7 +73,7 @@ def papers_own_table(table: PaperTable) -> ResultTable:
         gain = table.gain(method)
         cells.append(Cell("" if gain is None else f"{gain:+.1f}"))
         rows.append((table.model if method == BASE else table.labels[method], cells))
-    columns = [*map(title, table.sets), "Average", "Relative gain, %"]
+    columns = [*map(set_title, table.sets), "Average", "Relative gain, %"]
     return ResultTable("The paper's numbers: greedy pass@1 in percent.", "Method", columns, rows)
 
 
@@ -104,7 +103,7 @@ def sampled_table(methods: Methods, labels: Mapping[str, str]) -> ResultTable:
 
 def average(runs: Sequence[Run], sets: Sequence[str], measure: str) -> Estimate | None:
     """Estimate the mean over sets, each with the same weight; None if a run lacks a set."""
-    by_run = [[row for name in sets if (row := final_row(run, name))] for run in runs]
+    by_run = [[row for name in sets if (row := run.final_evaluation(name))] for run in runs]
     values = [[measure_value(row, measure) for row in rows] for rows in by_run]
     complete = [
         statistics.fmean(value for value in one if value is not None)
@@ -119,17 +118,8 @@ def average(runs: Sequence[Run], sets: Sequence[str], measure: str) -> Estimate 
     return Estimate(complete[0], *grouped_bootstrap_interval(problems), over="problems")
 
 
-def final_row(run: Run, eval_set: str) -> Row | None:
-    """Return the final evaluation. A model that is not trained has only that of the start."""
-    return run.full_evaluation(eval_set) or run.start_evaluation(eval_set)
-
-
 def final_rows(runs: Sequence[Run], eval_set: str) -> list[Row]:
-    return [row for run in runs if (row := final_row(run, eval_set))]
-
-
-def title(eval_set: str) -> str:
-    return BENCHMARK_TITLES.get(eval_set, display_name(eval_set))
+    return [row for run in runs if (row := run.final_evaluation(eval_set))]
 
 
 def _cell(ours: Estimate | None, papers: float | None) -> Cell:
@@ -167,10 +157,10 @@ def _notes(table: PaperTable, methods: Methods, sets: Sequence[str], same_sets: 
         else "Relative gain of the average: over GRPO.",
     ]
     if not same_sets:
-        titles = ", ".join(map(title, table.sets or FOUR))
+        titles = ", ".join(map(set_title, table.sets or FOUR))
         notes.append(f"The paper's averages are left out: they are over {titles}.")
     rows = [row for runs in methods.values() for name in sets for row in final_rows(runs, name)]
-    counts = {title(row["set"]): row["num_problems"] for row in rows}
+    counts = {set_title(row["set"]): row["num_problems"] for row in rows}
     notes.append(f"Problems: {', '.join(f'{name} {count:,}' for name, count in counts.items())}.")
     return notes
 

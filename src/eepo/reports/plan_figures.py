@@ -9,6 +9,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from eepo.evaluation.results import set_title
 from eepo.reports.figures import exploration_figure, pass_at_k_figure
 from eepo.reports.frontier import FrontierPanel, Seeds, frontier_figure, interval_arms
 from eepo.reports.palette import method_styles
@@ -16,7 +17,6 @@ from eepo.reports.panels import WIDTH, add_legend, label_steps, method_handles, 
 from eepo.reports.run_lines import Line, as_run, final_value, line_sets
 from eepo.reports.steps_to_reward import steps_by_method_figure, steps_to_reward_figure
 from eepo.reports.strategies import strategies_figure
-from eepo.reports.tables import display_name
 from eepo.types import UserError
 
 PASS_K = "pass@32"
@@ -148,7 +148,7 @@ def length_measures(data: FigureData) -> dict[str, dict[str, dict[int, list[floa
     measured: dict[str, dict[str, dict[int, list[float]]]] = {}
     for eval_set in line_sets(line for lines in several for line in lines):
         for measure in LENGTH_MEASURES:
-            by_method = measured.setdefault(f"{measure}, {display_name(eval_set)}", {})
+            by_method = measured.setdefault(f"{measure}, {set_title(eval_set)}", {})
             for lines in several:
                 by_steps = by_method.setdefault(data.label(lines[0]), {})
                 for line in lines:

@@ -68,6 +68,10 @@ class Run:
         rows = [row for row in self._full_evaluations(eval_set) if row["step"] == 0]
         return max(rows, key=_thoroughness, default=None)
 
+    def final_evaluation(self, eval_set: str) -> Row | None:
+        """Return the evaluation at the end; of a model that is not trained, that at the start."""
+        return self.full_evaluation(eval_set) or self.start_evaluation(eval_set)
+
     def _full_evaluations(self, eval_set: str) -> Iterator[Row]:
         return (row for row in self.evaluations if row["kind"] == "full" and row["set"] == eval_set)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from eepo.reports.measures import measure_value
+from eepo.reports.measures import measure_value, problem_values
 from eepo.reports.records import Run, evaluation_sets
 from eepo.types import UserError
 
@@ -40,9 +40,20 @@ def line_sets(lines: Iterable[Line]) -> list[str]:
 
 def find_final_value(line: Line, eval_set: str, measure: str) -> float | None:
     """Return a measure at the end of a run. A run that trains nothing has only the start."""
-    run = as_run(line)
-    row = run.full_evaluation(eval_set) or run.start_evaluation(eval_set)
+    row = as_run(line).final_evaluation(eval_set)
     return measure_value(row, measure) if row else None
+
+
+def final_problem_values(line: Line, eval_set: str, measure: str) -> list[float]:
+    """Return a measure at the end of a run for each problem; empty if it is not recorded."""
+    row = as_run(line).final_evaluation(eval_set)
+    if not row or "outcomes" not in row or measure == "distinct":
+        return []
+    outcomes = row["outcomes"]
+    if measure == "greedy":
+        return [float(digit) for digit in outcomes["greedy"]]
+    problems = [{"correct": number} for number in outcomes["correct"]]
+    return problem_values(row | {"problems": problems}, measure)
 
 
 def final_value(line: Line, eval_set: str, measure: str) -> float:

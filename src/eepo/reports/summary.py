@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 
 from eepo.evaluation.estimates import seed_interval
+from eepo.evaluation.results import set_title
 from eepo.reports.measures import LABELS, full_evaluations, measure_value, shown_measures
 from eepo.reports.records import Run, by_method, evaluation_sets
 from eepo.reports.settings import differing_settings
 from eepo.reports.strategies import new_labels, with_all_labels
-from eepo.reports.tables import display_name
 
 FINAL_STEPS = 5
 
@@ -170,7 +170,7 @@ def _compare(
     """Return a sentence and the number of intervals in it."""
     if not full_evaluations(baseline, eval_set) or not full_evaluations(other, eval_set):
         return None
-    subject = f"{other[0].name} against {baseline[0].name} on {display_name(eval_set)}{suffix}"
+    subject = f"{other[0].name} against {baseline[0].name} on {set_title(eval_set)}{suffix}"
     pairs = _seed_pairs(baseline, other, eval_set)
     if len(pairs) >= 2:
         subject += f", paired over {len(pairs)} seeds"

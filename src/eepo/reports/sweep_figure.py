@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from eepo.evaluation.results import set_title
 from eepo.reports.figure_list import image_bytes
 from eepo.reports.labels import name_label
 from eepo.reports.palette import method_styles
@@ -28,7 +29,6 @@ from eepo.reports.sweep_tables import (
     knob_sort_key,
     knob_text,
 )
-from eepo.reports.tables import display_name
 from eepo.runs.writing import writing
 from eepo.types import UserError
 
@@ -59,7 +59,7 @@ def sweep_figure(
             if criterion.measure != "distinct":
                 use_percent(axes)
         single_set = len(criterion.sets) == 1
-        sets = display_name(criterion.sets[0]) if single_set else "average of sets"
+        sets = set_title(criterion.sets[0]) if single_set else "average of sets"
         panels[0].set_ylabel(name_label(f"{criterion.measure}, {sets}"))
         add_legend(figure, _legend_handles(solid, dashed, styles))
         return figure

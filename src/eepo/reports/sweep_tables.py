@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from eepo.evaluation.estimates import powers_of_two, seed_interval
+from eepo.evaluation.results import set_title
 from eepo.recipe import read_tables
 from eepo.reports.measures import (
     Estimate,
@@ -28,7 +29,7 @@ from eepo.reports.measures import (
 from eepo.reports.records import Run, evaluation_sets, read_run
 from eepo.reports.run_files import read_recipe
 from eepo.reports.summary import summary_sentences
-from eepo.reports.tables import display_name, markdown_lines, markdown_table, measure_text
+from eepo.reports.tables import markdown_lines, markdown_table, measure_text
 from eepo.runs.writing import writing
 from eepo.types import UserError
 
@@ -77,7 +78,7 @@ class Criterion:
         return estimate_over_seeds(scores)
 
     def __str__(self) -> str:
-        sets = ", ".join(map(display_name, self.sets))
+        sets = ", ".join(map(set_title, self.sets))
         return f"{self.measure}, {'average of ' if len(self.sets) > 1 else ''}{sets}"
 
 

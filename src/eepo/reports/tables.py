@@ -10,6 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from eepo.evaluation.results import set_title
 from eepo.reports.measures import LABELS, START, ComparisonRow, Estimate
 from eepo.types import printable
 
@@ -48,18 +49,13 @@ def headings(rows: Sequence[ComparisonRow]) -> list[str]:
 
 def cells(row: ComparisonRow, measures: Sequence[str]) -> list[str]:
     return [
-        display_name(row.eval_set) or MISSING,
+        set_title(row.eval_set) or MISSING,
         row.method,
         MISSING if row.method == START else str(row.num_seeds),
         *(measure_text(row.measures.get(measure), measure) for measure in measures),
         _estimate_text(row.seconds, "{:,.0f}", " s"),
         f"{row.num_completions.mean:,.0f}" if row.num_completions else MISSING,
     ]
-
-
-def display_name(eval_set: str) -> str:
-    """Return the name of an evaluation set with spaces."""
-    return eval_set.replace("_", " ")
 
 
 def measure_text(estimate: Estimate | None, measure: str) -> str:
@@ -81,7 +77,7 @@ def terminal_table(rows: Sequence[ComparisonRow]) -> Group:
 
 def _set_table(eval_set: str, rows: Sequence[ComparisonRow]) -> Table:
     """Use `Text` cells: the name of a method may contain rich markup."""
-    title = Text(printable(display_name(eval_set)))
+    title = Text(printable(set_title(eval_set)))
     table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
     measures = _measures(rows)
     table.add_column("method\nseeds", overflow="fold")
