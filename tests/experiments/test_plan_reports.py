@@ -157,6 +157,17 @@ def test_a_comparison_uses_the_seeds_that_both_have(plans: SimpleNamespace, tmp_
     assert "| wide 32 |" in tables(experiment)
 
 
+def test_every_seed_is_compared_with_a_model_without_training(
+    plans: SimpleNamespace, tmp_path: Path
+) -> None:
+    line, experiment = plans.line, plans.tuned(tmp_path)
+    start = line("eepo", "", 0, 0.4) | {"metrics": []}
+    trained = [line("grpo", "1e-5", seed, greedy) for seed, greedy in ((0, 0.5), (1, 0.7))]
+    plans.write(tmp_path / "report.jsonl", [*trained, start])
+    (row,) = [row for row in tables(experiment, "eepo").splitlines() if "0.600<br>" in row]
+    assert "0.600<br>+0.200 [-1.071, +1.471]" in row, ".1 and .3: 12.706 * .1"
+
+
 def test_a_regime_without_the_method_to_compare_with_is_left_out(
     plans: SimpleNamespace, tmp_path: Path
 ) -> None:

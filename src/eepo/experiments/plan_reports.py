@@ -8,7 +8,7 @@ from pathlib import Path
 from eepo.experiments.experiment import Experiment
 from eepo.experiments.plan import REPORT, TUNE, FigureEntry, Selection, TableEntry
 from eepo.reports.figure_list import image_bytes
-from eepo.reports.paired_tables import TableRow, regime_tables
+from eepo.reports.paired_tables import TableRow, is_untrained, regime_tables
 from eepo.reports.plan_figures import FIGURES, PLAN_FIGURES, FigureData, MethodStyle
 from eepo.reports.run_lines import Line, line_sets, line_title
 from eepo.runs.runlog import write_atomically
@@ -160,10 +160,10 @@ def _compare_with(rows: Sequence[TableRow], against: str) -> list[TableRow]:
     other = next((r for r in rows if against in (r.title, r.lines[0]["method"])), None)
     if other is None:
         return []
-    seeds = {line["seed"] for line in other.lines}
+    seeds, any_seed = {line["seed"] for line in other.lines}, is_untrained(other.lines)
     compared = []
     for row in rows:
-        common = [line for line in row.lines if line["seed"] in seeds]
+        common = [line for line in row.lines if any_seed or line["seed"] in seeds]
         if common:
             compared.append(TableRow(row.title, common, other.title))
     return compared

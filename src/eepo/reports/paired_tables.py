@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from eepo.evaluation.estimates import Groups, seed_and_problem_interval, seed_interval
 from eepo.evaluation.results import set_title
@@ -118,6 +119,11 @@ def _final_value(eval_sets: Sequence[str], measure: str) -> _Value:
     return _Value(mean, per_problem)
 
 
+def is_untrained(lines: Sequence[Line]) -> bool:
+    """Return whether these are the only line of a model that is not trained."""
+    return len(lines) == 1 and not lines[0]["metrics"]
+
+
 def paired_difference(
     lines: Sequence[Line], others: Sequence[Line], eval_set: str, measure: str
 ) -> list[float]:
@@ -126,7 +132,12 @@ def paired_difference(
 
 
 def _pairs(lines: Sequence[Line], others: Sequence[Line]) -> list[tuple[Line, Line]]:
-    """Return the lines of each seed that both have."""
+    """Return the lines of each seed that both have.
+
+    A model that is not trained has one line. It is the pair of every seed.
+    """
+    if is_untrained(others):
+        return [(line, others[0]) for line in lines]
     by_seed, baseline = ({line["seed"]: line for line in some} for some in (lines, others))
     return [(by_seed[seed], baseline[seed]) for seed in sorted(by_seed.keys() & baseline.keys())]
 
@@ -160,9 +171,15 @@ def _measures(lines: Sequence[Line], eval_sets: Sequence[str]) -> list[str]:
     ]
     greedy, mean, *rest = shown_measures([as_run(line) for line in only])
     rows = [row for line in only for row in line["evaluations"]]
-    if not any("distinct" in row for row in rows):
+    if not any(_has_distinct(row) for row in rows):
         rest = [name for name in rest if name != "distinct"]
     return [mean, greedy, *rest]
+
+
+def _has_distinct(row: Mapping[str, Any]) -> bool:
+    """Return whether distinct answers say more than pass@k: a problem had several correct ones."""
+    most = row["pass@k"].get(str(row["num_samples"]))
+    return "distinct" in row and row["distinct"] != most
 
 
 def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

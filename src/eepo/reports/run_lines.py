@@ -47,9 +47,9 @@ def find_final_value(line: Line, eval_set: str, measure: str) -> float | None:
 def final_problem_values(line: Line, eval_set: str, measure: str) -> list[float]:
     """Return a measure at the end of a run for each problem; empty if it is not recorded."""
     row = as_run(line).final_evaluation(eval_set)
-    if not row or "outcomes" not in row or measure == "distinct":
+    outcomes = row.get("outcomes") if row else None
+    if not row or not outcomes or measure == "distinct":
         return []
-    outcomes = row["outcomes"]
     if measure == "greedy":
         return [float(digit) for digit in outcomes["greedy"]]
     problems = [{"correct": number} for number in outcomes["correct"]]
