@@ -203,3 +203,43 @@ def test_importance_credit_loses_what_stage_2_discovers_and_an_alarm_says_so(
     assert shown["importance"][0] > 0.3
     assert shown["importance"][1]
     assert shown["full"] == (0.0, False)
+
+
+# --- failures of stage 2
+
+
+@pytest.mark.parametrize(
+    ("credit", "clip_low", "expected"),
+    [
+        ("importance", 0.2, "towards noise"),
+        ("importance", 1.0, "unchanged"),
+        ("full", 0.2, "away from noise"),
+    ],
+)
+def test_clipping_lets_failures_of_stage_2_push_the_policy_towards_noise(
+    credit: str, clip_low: float, expected: str
+) -> None:
+    """One position at which every completion of stage 2 fails, in expectation over its tokens.
+
+    θ prefers one token of 1,000. θ′ has unlearned it, and samples noise.
+    """
+    logits = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logits[0] += 12.0
+    logits.requires_grad_()
+    rollout_logits = logits.detach().clone()
+    rollout_logits[0] -= 8.0
+    logprobs, rollout = logits.log_softmax(0), rollout_logits.log_softmax(0)
+    old = rollout if credit == "importance" else logprobs.detach()
+    options = AlgorithmConfig(credit=credit, clip_low=clip_low)
+    every_token = torch.ones(1000, 1, dtype=torch.bool)
+    terms = PolicyTerms(
+        logprobs[:, None], old[:, None], -torch.ones(1000), every_token, ~every_token
+    )
+    loss = (rollout.exp() * grpo_token_loss(terms, options).values[:, 0]).sum()
+    (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    entropy = -(logprobs.exp() * logprobs).sum()
+    (slope,) = torch.autograd.grad(entropy, logits)
+    change = float(-(slope * gradient).sum())  # of the entropy along a step of descent
+    outcome = "unchanged" if abs(change) < 1e-12 else "towards noise" if change > 0 else "away from"
+    assert expected.startswith(outcome)
+    assert (float(gradient[0]) > 1e-3) == (expected == "towards noise")
