@@ -188,6 +188,7 @@ def test_runs_share_the_cores_and_a_gpu_has_one_run(
     assert num_jobs(planned(tmp_path, "model.device=cpu,cuda:0")) == 1
     assert job_environment(1)["OMP_NUM_THREADS"] == str(num_cores())
     assert job_environment(4 * num_cores())["OMP_NUM_THREADS"] == "1"
+    assert job_environment(4 * num_cores())["TORCHINDUCTOR_COMPILE_THREADS"] == "1"
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert job_environment(1)["OMP_NUM_THREADS"] == "7"
 

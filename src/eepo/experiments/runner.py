@@ -225,9 +225,11 @@ def num_cores() -> int:
 def job_environment(num_jobs: int) -> dict[str, str]:
     """Return environment variables that give each run its share of the cores.
 
-    More threads than cores would wait for each other.
+    More threads than cores would wait for each other. So would the processes that compile kernels:
+    by default, every run starts one per core.
     """
-    return {"OMP_NUM_THREADS": str(max(1, num_cores() // num_jobs))} | os.environ
+    share = str(max(1, num_cores() // num_jobs))
+    return {"OMP_NUM_THREADS": share, "TORCHINDUCTOR_COMPILE_THREADS": share} | os.environ
 
 
 class _Workers:
