@@ -183,7 +183,8 @@ def test_an_unknown_evaluation_set_is_an_error(tmp_path: Path) -> None:
 def test_runs_share_the_cores_and_a_gpu_has_one_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
+        monkeypatch.delenv(name, raising=False)
     assert num_jobs(planned(tmp_path, "model.device=cpu")) == max(1, num_cores() // 2)
     assert num_jobs(planned(tmp_path, "model.device=cpu,cuda:0")) == 1
     assert job_environment(1)["OMP_NUM_THREADS"] == str(num_cores())
