@@ -109,6 +109,38 @@ def test_intervals_are_over_seeds_and_problems_if_outcomes_are_recorded(
     )
 
 
+def test_benchmarks_with_greedy_completions_only(plans: SimpleNamespace, tmp_path: Path) -> None:
+    def line(method: str, value: str, seed: int, digits: str) -> dict[str, Any]:
+        line = with_benchmarks(plans.line(method, value, seed, 0.3), digits, "01")
+        for row in line["evaluations"][1:]:  # as `eepo eval` without --samples
+            del row["mean"], row["pass@k"]
+            row["num_samples"] = 0
+            row["outcomes"]["correct"] = [0] * row["num_problems"]
+        return line
+
+    reported = [line("grpo", "1e-5", seed, "0000") for seed in (0, 1)]
+    reported += [line("eepo", "", seed, "1010") for seed in (0, 1)]
+    plans.write(tmp_path / "report.jsonl", reported)
+    text = tables(plans.tuned(tmp_path, benchmarks={"names": ["amc23", "aime24"]}))
+    table = text.partition("### dense, AMC 23\n")[2].partition("###")[0]
+    assert "|  | mean | greedy |\n" in table
+    assert "| eepo |  | 0.500<br>+0.500 [-0.419, +1.419] |" in table
+
+
+def test_seeds_with_other_numbers_of_problems_have_intervals_over_seeds(
+    plans: SimpleNamespace, tmp_path: Path
+) -> None:
+    line = plans.line
+    reported = [
+        with_benchmarks(line(method, value, seed, 0.3), "01" * (seed + 1), "01")
+        for method, value in (("grpo", "1e-5"), ("eepo", ""))
+        for seed in (0, 1)
+    ]
+    plans.write(tmp_path / "report.jsonl", reported)
+    table = tables(plans.tuned(tmp_path)).partition("### dense, AMC 23\n")[2]
+    assert "0.500<br>+0.000 [+0.000, +0.000] |" in table.partition("###")[0]
+
+
 def test_figures_may_show_some_sets(
     plans: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,11 +192,12 @@ def test_a_comparison_uses_the_seeds_that_both_have(plans: SimpleNamespace, tmp_
 def test_every_seed_is_compared_with_a_model_without_training(
     plans: SimpleNamespace, tmp_path: Path
 ) -> None:
-    line, experiment = plans.line, plans.tuned(tmp_path)
-    start = line("eepo", "", 0, 0.4) | {"metrics": []}
+    line = plans.line
+    experiment = plans.tuned(tmp_path, methods__start={"train": False})
+    start = line("start", "", 0, 0.4) | {"metrics": [], "knobs": ["training.num_steps=0"]}
     trained = [line("grpo", "1e-5", seed, greedy) for seed, greedy in ((0, 0.5), (1, 0.7))]
     plans.write(tmp_path / "report.jsonl", [*trained, start])
-    (row,) = [row for row in tables(experiment, "eepo").splitlines() if "0.600<br>" in row]
+    (row,) = [row for row in tables(experiment, "start").splitlines() if "0.600<br>" in row]
     assert "0.600<br>+0.200 [-1.071, +1.471]" in row, ".1 and .3: 12.706 * .1"
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from eepo.experiments.experiment import Experiment
 from eepo.experiments.plan import REPORT, TUNE, FigureEntry, Selection, TableEntry
 from eepo.reports.figure_list import image_bytes
-from eepo.reports.paired_tables import TableRow, is_untrained, regime_tables
+from eepo.reports.paired_tables import TableRow, regime_tables
 from eepo.reports.plan_figures import FIGURES, PLAN_FIGURES, FigureData, MethodStyle
 from eepo.reports.run_lines import Line, line_sets, line_title
 from eepo.runs.runlog import write_atomically
@@ -146,7 +147,11 @@ def _rows(experiment: Experiment, lines: Sequence[Line]) -> list[TableRow]:
     groups: dict[str, list[Line]] = {}
     for line in sorted(lines, key=position):
         groups.setdefault(line_title(line), []).append(line)
-    return [TableRow(title, own, _against(experiment, own[0])) for title, own in groups.items()]
+    untrained = {method.name for method in plan.methods.values() if not method.train}
+    return [
+        TableRow(title, own, _against(experiment, own[0]), own[0]["method"] in untrained)
+        for title, own in groups.items()
+    ]
 
 
 def _against(experiment: Experiment, line: Line) -> str:
@@ -160,12 +165,12 @@ def _compare_with(rows: Sequence[TableRow], against: str) -> list[TableRow]:
     other = next((r for r in rows if against in (r.title, r.lines[0]["method"])), None)
     if other is None:
         return []
-    seeds, any_seed = {line["seed"] for line in other.lines}, is_untrained(other.lines)
+    seeds = {line["seed"] for line in other.lines}
     compared = []
     for row in rows:
-        common = [line for line in row.lines if any_seed or line["seed"] in seeds]
+        common = [line for line in row.lines if other.is_start or line["seed"] in seeds]
         if common:
-            compared.append(TableRow(row.title, common, other.title))
+            compared.append(replace(row, lines=common, compared_with=other.title))
     return compared
 
 

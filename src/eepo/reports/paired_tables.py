@@ -48,6 +48,7 @@ class TableRow:
     title: str
     lines: Sequence[Line]
     compared_with: str = ""  # title of the row that differences are to; "": of the first row
+    is_start: bool = False  # a model that is not trained: one line, for all seeds
 
 
 @dataclass(frozen=True)
@@ -88,15 +89,16 @@ def regime_tables(
         if any(goal(line) for row in trained for line in row.lines):
             cells = [speed_cells(row.title, row.lines, goal) for row in trained]
             tables.append(_table(f"{prefix}{title}", HEAD, cells))
-    by_title = {row.title: row.lines for row in others}
+    by_title = {row.title: row for row in others}
     if seconds and trained:
         heads = ["", *(f"after {each:g} s" for each in seconds)]
         cells = [_reward_cells(row, by_title, seconds) for row in trained]
         tables.append(_table(f"{prefix}reward of stage 1 at equal time", heads, cells))
     known = line_sets(every_line)
-    averages = {"average of the benchmarks": tuple(benchmarks)} if len(benchmarks) > 1 else {}
-    averages = {title: sets for title, sets in averages.items() if {*sets} <= {*known}}
-    for title, sets in ({set_title(name): (name,) for name in known} | averages).items():
+    contents: list[tuple[str, Sequence[str]]] = [(set_title(name), [name]) for name in known]
+    if len(benchmarks) > 1 and {*benchmarks} <= {*known}:
+        contents.append(("average of the benchmarks", benchmarks))
+    for title, sets in contents:
         measures = _measures(every_line, sets)
         values = [_final_value(sets, measure) for measure in measures]
         cells = [_compared_cells(row, by_title, values) for row in rows]
@@ -119,11 +121,6 @@ def _final_value(eval_sets: Sequence[str], measure: str) -> _Value:
     return _Value(mean, per_problem)
 
 
-def is_untrained(lines: Sequence[Line]) -> bool:
-    """Return whether these are the only line of a model that is not trained."""
-    return len(lines) == 1 and not lines[0]["metrics"]
-
-
 def paired_difference(
     lines: Sequence[Line], others: Sequence[Line], eval_set: str, measure: str
 ) -> list[float]:
@@ -132,12 +129,7 @@ def paired_difference(
 
 
 def _pairs(lines: Sequence[Line], others: Sequence[Line]) -> list[tuple[Line, Line]]:
-    """Return the lines of each seed that both have.
-
-    A model that is not trained has one line. It is the pair of every seed.
-    """
-    if is_untrained(others):
-        return [(line, others[0]) for line in lines]
+    """Return the lines of each seed that both have."""
     by_seed, baseline = ({line["seed"]: line for line in some} for some in (lines, others))
     return [(by_seed[seed], baseline[seed]) for seed in sorted(by_seed.keys() & baseline.keys())]
 
@@ -148,19 +140,21 @@ def _differences(pairs: Sequence[tuple[Line, Line]], value: _Value) -> list[floa
 
 
 def _problem_differences(pairs: Sequence[tuple[Line, Line]], value: _Value) -> list[Groups]:
-    """Return the differences of each seed, problem by problem; empty if a line lacks them."""
-    differences: list[Groups] = []
-    for line, other in pairs:
-        own, others = value.per_problem(line), value.per_problem(other)
-        if not own or [*map(len, own)] != [*map(len, others)]:
-            return []
-        differences.append(
-            [
-                [a - b for a, b in zip(group, other_group, strict=True)]
-                for group, other_group in zip(own, others, strict=True)
-            ]
-        )
-    return differences
+    """Return the differences of each seed, problem by problem.
+
+    Empty if a line lacks them, or if lines differ in their number of problems.
+    """
+    values = [(value.per_problem(line), value.per_problem(other)) for line, other in pairs]
+    sizes = {tuple(map(len, groups)) for pair in values for groups in pair}
+    if len(sizes) != 1 or sizes == {()}:
+        return []
+    return [
+        [
+            [a - b for a, b in zip(group, other_group, strict=True)]
+            for group, other_group in zip(own, others, strict=True)
+        ]
+        for own, others in values
+    ]
 
 
 def _measures(lines: Sequence[Line], eval_sets: Sequence[str]) -> list[str]:
@@ -178,7 +172,7 @@ def _measures(lines: Sequence[Line], eval_sets: Sequence[str]) -> list[str]:
 
 def _has_distinct(row: Mapping[str, Any]) -> bool:
     """Return whether distinct answers say more than pass@k: a problem had several correct ones."""
-    most = row["pass@k"].get(str(row["num_samples"]))
+    most = row.get("pass@k", {}).get(str(row["num_samples"]))
     return "distinct" in row and row["distinct"] != most
 
 
@@ -212,7 +206,7 @@ def _training_cells(row: TableRow, columns: Sequence[str]) -> list[str]:
 
 
 def _reward_cells(
-    row: TableRow, by_title: Mapping[str, Sequence[Line]], seconds: Sequence[float]
+    row: TableRow, by_title: Mapping[str, TableRow], seconds: Sequence[float]
 ) -> list[str]:
     """Return the mean reward after some seconds of training, with its difference."""
     values = [_Value(partial(reward_after, seconds=each)) for each in seconds]
@@ -220,7 +214,7 @@ def _reward_cells(
 
 
 def _compared_cells(
-    row: TableRow, by_title: Mapping[str, Sequence[Line]], values: Iterable[_Value]
+    row: TableRow, by_title: Mapping[str, TableRow], values: Iterable[_Value]
 ) -> list[str]:
     """Return the mean of each value, and its difference, bold if the interval excludes 0."""
     first = next(iter(by_title))
@@ -232,9 +226,17 @@ def _compared_cells(
         present = [number for number in map(value.of, row.lines) if number is not None]
         cell = f"{statistics.mean(present):.3f}" if present else ""
         if row.title != compared_with:
-            cell += _difference(_pairs(row.lines, by_title.get(compared_with, ())), value)
+            cell += _difference(_row_pairs(row, by_title.get(compared_with)), value)
         cells.append(cell)
     return cells
+
+
+def _row_pairs(row: TableRow, other: TableRow | None) -> list[tuple[Line, Line]]:
+    if other is None:
+        return []
+    if other.is_start:
+        return [(line, other.lines[0]) for line in row.lines]
+    return _pairs(row.lines, other.lines)
 
 
 def _difference(pairs: Sequence[tuple[Line, Line]], value: _Value) -> str:

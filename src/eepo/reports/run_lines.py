@@ -52,6 +52,8 @@ def final_problem_values(line: Line, eval_set: str, measure: str) -> list[float]
         return []
     if measure == "greedy":
         return [float(digit) for digit in outcomes["greedy"]]
+    if not row["num_samples"]:
+        return []
     problems = [{"correct": number} for number in outcomes["correct"]]
     return problem_values(row | {"problems": problems}, measure)
 
