@@ -421,6 +421,23 @@ def test_only_the_first_problems_are_sampled(options: BenchmarkOptions, tmp_path
     assert "--sample-limit 3, but" in error_line(options, out, sample_limit=3)
 
 
+def test_evaluations_of_seeds_must_sample_the_same_problems(
+    options: BenchmarkOptions, tmp_path: Path
+) -> None:
+    for seed, limit in ((0, 0), (1, 2)):
+        run(options, tmp_path / str(seed), sample_limit=limit)
+        path = tmp_path / str(seed) / "results.json"
+        results = json.loads(path.read_text())
+        results["settings"]["run_seed"] = seed
+        path.write_text(json.dumps(results))
+    folders = [tmp_path / "0", tmp_path / "1"]
+    with pytest.raises(UserError, match=r"different sample_limit \(0, 2\)"):
+        read_results(folders)
+    del results["settings"]["sample_limit"]  # as in older versions: 0
+    path.write_text(json.dumps(results))
+    assert read_results(folders)[0].num_seeds == 2
+
+
 def test_folders_without_a_sample_limit_continue(options: BenchmarkOptions, tmp_path: Path) -> None:
     """Versions before `--sample-limit` did not write this setting."""
     before = run(options, tmp_path)

@@ -93,7 +93,8 @@ def test_intervals_are_over_seeds_and_problems_if_outcomes_are_recorded(
     reported = [with_benchmarks(line("grpo", "1e-5", seed, 0.3), "0000", "00") for seed in (0, 1)]
     reported += [with_benchmarks(line("eepo", "", seed, 0.3), "1010", "10") for seed in (0, 1)]
     plans.write(tmp_path / "report.jsonl", reported)
-    benchmarks = {"names": ["amc23", "aime24"], "samples": 2, "sample_limit": 1}
+    # A problem file is a set with the name of the file.
+    benchmarks = {"names": ["data/amc23.jsonl", "aime24"], "samples": 2, "sample_limit": 1}
     text = tables(plans.tuned(tmp_path, benchmarks=benchmarks))
     first, second, average = (
         text.partition(f"### dense, {title}\n")[2].partition("###")[0]

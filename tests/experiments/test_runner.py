@@ -170,9 +170,11 @@ def test_runs_are_evaluated_on_benchmarks(tmp_path: Path, steps: list[str]) -> N
     assert len(row["outcomes"]["greedy"]) == 2
     assert len(row["outcomes"]["correct"]) == 1, "only the first problem is sampled"
     assert row["mean"] == row["outcomes"]["correct"][0] / 2
-    words = runner.benchmark_command(
-        experiment, runner.Run("report", "", "grpo", "", 0), experiment.plan.benchmarks
-    )
+    run = runner.Run("report", "", "grpo", "", 0)
+    assert not experiment.lacks_benchmarks(run)
+    changed = make(out, {"grpo": {}}, benchmarks=benchmarks | {"sample_limit": 0})
+    assert changed.lacks_benchmarks(run), "other problems are sampled"
+    words = runner.benchmark_command(experiment, run, experiment.plan.benchmarks)
     assert " ".join(words[:4]) == f"eepo eval {out / 'grpo' / 'seed-0'} --benchmarks"
     assert words[words.index("--samples") + 1] == "2"
     assert words[words.index("--sample-limit") + 1] == "1"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-Groups = Sequence[Sequence[float]]  # a value for each problem, such as of each benchmark
+Groups = Sequence[Sequence[float]]  # one value per problem, grouped, such as by benchmark
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -88,9 +88,9 @@ def seed_interval(values: Sequence[float]) -> tuple[float, float] | None:
 def seed_and_problem_interval(seeds: Sequence[Groups]) -> tuple[float, float] | None:
     """Return the 95 % interval of the mean of group means, over seeds and problems.
 
-    A seed has groups of problems, such as benchmarks, with one value per problem. All seeds have
-    the same problems. Their half-widths add like independent errors. The chance of a single draw
-    counts in both, so the interval is rather too wide than too narrow. None for a single seed.
+    All seeds must have the same problems. The half-widths over seeds and over problems are added
+    like those of independent errors. Sampling noise counts in both, so the interval tends to be too
+    wide. None for a single seed.
     """
     if len(seeds) < 2:
         return None

@@ -21,7 +21,7 @@ SETTINGS, COMPLETIONS = "settings.json", "completions"
 RUN_RECIPE = "run_recipe.toml"  # of the evaluated run, if the model is one
 # Samples may be added to a greedy evaluation later. After that, these settings are fixed.
 SAMPLE_SETTINGS = ("num_samples", "temperature", "seed", "sample_limit")
-DEFAULTS = {"sample_limit": 0}  # of settings that older folders do not have
+SETTING_DEFAULTS = {"sample_limit": 0}  # for folders of versions without these settings
 # The columns that estimates need. Texts are not kept in memory, as they may take gigabytes.
 COLUMNS = {
     "id": str,
@@ -60,7 +60,7 @@ class Store:
         if before.get("num_samples") == 0:
             may_differ.update(SAMPLE_SETTINGS)
         for key, new in settings.items():
-            if key not in may_differ and before.get(key, DEFAULTS.get(key)) != new:
+            if key not in may_differ and before.get(key, SETTING_DEFAULTS.get(key)) != new:
                 name = OPTION_NAMES.get(key, f"{key} =")
                 raise UserError(
                     f"{name} {new!r}, but the evaluation in {self.folder} has "

@@ -245,14 +245,16 @@ class Experiment:
         benchmarks = self.plan.benchmarks
         if benchmarks is None:
             return False
-        sets = [Path(name).stem for name in benchmarks.names]
-        if run.phase == TUNE and not needs_benchmarks(self.plan.objective_of(run.method), sets):
+        objective = self.plan.objective_of(run.method)
+        if run.phase == TUNE and not needs_benchmarks(objective, benchmarks.sets):
             return False
         file = self.folder(run) / BENCHMARKS / RESULTS
         if not file.is_file():
             return True
         results = parse_json(file.read_bytes(), str(file))
-        same_samples = results["settings"]["num_samples"] == benchmarks.samples
+        settings = results["settings"]
+        samples = settings["num_samples"], settings.get("sample_limit") or 0
+        same_samples = samples == (benchmarks.samples, benchmarks.sample_limit)
         return not same_samples or len(results["benchmarks"]) < len(benchmarks.names)
 
     def chosen(self, regime: str, name: str) -> str:

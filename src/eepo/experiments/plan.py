@@ -120,6 +120,11 @@ class Benchmarks:
     template: str = ""
     reward: str = ""
 
+    @property
+    def sets(self) -> list[str]:
+        """Return the names of the evaluation sets: a problem file has its name without ending."""
+        return [Path(name).stem for name in self.names]
+
 
 @dataclass(frozen=True)
 class Selection:

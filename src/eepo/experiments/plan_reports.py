@@ -114,6 +114,7 @@ def _entry_tables(experiment: Experiment, entry: TableEntry) -> list[str]:
         raise UserError(
             f"--against {entry.against!r} has no finished run; allowed: {', '.join(titles)}"
         )
+    benchmarks = plan.benchmarks.sets if plan.benchmarks else ()
     tables = []
     for regime in selection.regimes or plan.regimes:
         rows = _rows(experiment, [line for line in lines if line["regime"] == regime])
@@ -125,7 +126,6 @@ def _entry_tables(experiment: Experiment, entry: TableEntry) -> list[str]:
             if not selection.methods or row.lines[0]["method"] in selection.methods
         ]
         if chosen:
-            benchmarks = plan.benchmarks.names if plan.benchmarks else ()
             tables += regime_tables(regime, chosen, rows, entry.label, entry.seconds, benchmarks)
     return tables
 

@@ -16,6 +16,7 @@ from eepo.evaluation.defaults import fill_up
 from eepo.evaluation.estimates import grouped_bootstrap_interval, seed_interval
 from eepo.evaluation.options import BenchmarkOptions
 from eepo.evaluation.results import estimate, set_title
+from eepo.evaluation.store import SETTING_DEFAULTS
 from eepo.evaluation.trained_run import TrainedRun
 from eepo.reports.evaluation_folders import ALLOWED, is_evaluation, read_evaluation
 from eepo.reports.measures import problem_values
@@ -256,6 +257,8 @@ def _merge_seeds(seeds: Sequence[ModelResult]) -> ModelResult:
     if len(seeds) == 1:
         return seeds[0]
     _check_same_settings(seeds)
+    sampled = [seed for seed in seeds if seed.settings.get("num_samples")]
+    _check_same_settings(sampled, ["sample_limit"])
     names = [name for name in seeds[0].benchmarks if all(name in s.benchmarks for s in seeds)]
     seeds = [seed.only(names) for seed in seeds]
     benchmarks = {
@@ -269,9 +272,12 @@ def _merge_seeds(seeds: Sequence[ModelResult]) -> ModelResult:
     )
 
 
-def _check_same_settings(seeds: Sequence[ModelResult]) -> None:
-    for key in (*COMPARED_SETTINGS, "sample_limit"):
-        values = list(dict.fromkeys(str(seed.settings.get(key) or "") for seed in seeds))
+def _check_same_settings(
+    seeds: Sequence[ModelResult], keys: Sequence[str] = COMPARED_SETTINGS
+) -> None:
+    for key in keys:
+        default = SETTING_DEFAULTS.get(key)
+        values = list(dict.fromkeys(str(seed.settings.get(key, default)) for seed in seeds))
         if len(values) > 1:
             raise UserError(
                 f"{seeds[0].label}: its evaluations have different {key} ({', '.join(values)}); "

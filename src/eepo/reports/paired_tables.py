@@ -55,7 +55,7 @@ class TableRow:
 class _Value:
     """Reads a value of a line; None if the line does not have it."""
 
-    of: Callable[[Line], float | None]
+    read: Callable[[Line], float | None]
     per_problem: Callable[[Line], Groups] = lambda line: ()  # empty if not recorded
 
 
@@ -94,19 +94,31 @@ def regime_tables(
         heads = ["", *(f"after {each:g} s" for each in seconds)]
         cells = [_reward_cells(row, by_title, seconds) for row in trained]
         tables.append(_table(f"{prefix}reward of stage 1 at equal time", heads, cells))
-    known = line_sets(every_line)
+    return tables + _final_tables(prefix, rows, by_title, every_line, benchmarks)
+
+
+def _final_tables(
+    prefix: str,
+    rows: Sequence[TableRow],
+    by_title: Mapping[str, TableRow],
+    lines: Sequence[Line],  # of all rows
+    benchmarks: Sequence[str],
+) -> list[str]:
+    """Return a table of final measures for each evaluation set and for the benchmarks' average."""
+    tables = []
+    known = line_sets(lines)
     contents: list[tuple[str, Sequence[str]]] = [(set_title(name), [name]) for name in known]
     if len(benchmarks) > 1 and {*benchmarks} <= {*known}:
         contents.append(("average of the benchmarks", benchmarks))
     for title, sets in contents:
-        measures = _measures(every_line, sets)
-        values = [_final_value(sets, measure) for measure in measures]
+        measures = _measures(lines, sets)
+        values = [_measure_over_sets(sets, measure) for measure in measures]
         cells = [_compared_cells(row, by_title, values) for row in rows]
         tables.append(_table(f"{prefix}{title}", ["", *measures], cells))
     return tables
 
 
-def _final_value(eval_sets: Sequence[str], measure: str) -> _Value:
+def _measure_over_sets(eval_sets: Sequence[str], measure: str) -> _Value:
     """Read the mean of a final measure over evaluation sets."""
 
     def mean(line: Line) -> float | None:
@@ -125,7 +137,7 @@ def paired_difference(
     lines: Sequence[Line], others: Sequence[Line], eval_set: str, measure: str
 ) -> list[float]:
     """Return the difference of a measure for each seed that both have."""
-    return _differences(_pairs(lines, others), _final_value([eval_set], measure))
+    return _differences(_pairs(lines, others), _measure_over_sets([eval_set], measure))
 
 
 def _pairs(lines: Sequence[Line], others: Sequence[Line]) -> list[tuple[Line, Line]]:
@@ -135,7 +147,7 @@ def _pairs(lines: Sequence[Line], others: Sequence[Line]) -> list[tuple[Line, Li
 
 
 def _differences(pairs: Sequence[tuple[Line, Line]], value: _Value) -> list[float]:
-    values = [(value.of(line), value.of(other)) for line, other in pairs]
+    values = [(value.read(line), value.read(other)) for line, other in pairs]
     return [own - other for own, other in values if own is not None and other is not None]
 
 
@@ -223,7 +235,7 @@ def _compared_cells(
     title = row.title if is_usual else f"{row.title} (to {compared_with})"
     cells = [title]
     for value in values:
-        present = [number for number in map(value.of, row.lines) if number is not None]
+        present = [number for number in map(value.read, row.lines) if number is not None]
         cell = f"{statistics.mean(present):.3f}" if present else ""
         if row.title != compared_with:
             cell += _difference(_row_pairs(row, by_title.get(compared_with)), value)
@@ -232,6 +244,7 @@ def _compared_cells(
 
 
 def _row_pairs(row: TableRow, other: TableRow | None) -> list[tuple[Line, Line]]:
+    """Return the lines of each seed that both rows have."""
     if other is None:
         return []
     if other.is_start:
