@@ -412,7 +412,7 @@ class AlarmConfig:
         0.01, "Stage-1 entropy, nats per token: the policy has collapsed.", least=0
     )
     entropy_above: float | Literal["off"] = knob(
-        "off", "Entropy of any stage, nats per token.", least=0
+        4.0, "Entropy of any stage, nats per token: it writes noise.", least=0
     )
     truncated_share_above: float | Literal["off"] = knob(
         0.5, "Share of truncated completions in any stage.", least=0, most=1

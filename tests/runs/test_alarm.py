@@ -15,6 +15,7 @@ from rich.console import Console
 from eepo import recipe
 from eepo.assemble import build_trainer
 from eepo.config import AlarmConfig, RunConfig
+from eepo.experiments.lines import read_lines
 from eepo.runs import checkpoint
 from eepo.runs.alarm import ADVICE, MESSAGES, AlarmMonitor, active_alarms, alarms
 from eepo.runs.jsonl import read_records
@@ -124,6 +125,26 @@ def test_rows_without_the_metrics_are_no_alarm() -> None:
 def test_every_bound_has_a_message_and_advice() -> None:
     bounds = {field.name for field in dataclasses.fields(AlarmConfig)} - {"action", "patience"}
     assert set(MESSAGES) == set(ADVICE) == bounds
+
+
+def test_by_default_the_broken_runs_of_a_study_are_reported_and_the_others_are_not() -> None:
+    """The records have one row per step. Runs of EEPO as published learned to write noise."""
+    folder = Path(__file__).parents[2] / "docs" / "results" / "maths"
+    runs = [run for name in ("large", "large_greedy") for run in read_lines(folder / f"{name}.jsonl")]
+    first = {}
+    for run in runs:
+        rows = run["metrics"]
+        raised = [{alarm.name for alarm in alarms(rows[:end], AlarmConfig())} for end in range(21)]
+        steps_on = [end for end, names in enumerate(raised) if "entropy_above" in names]
+        first[run["method"], run["seed"]] = min(steps_on, default=None)
+    assert first == {
+        ("base", 0): None,
+        ("grpo", 0): None,
+        ("grpo", 1): None,
+        ("eepo_full", 0): None,
+        ("eepo_paper", 0): 8,
+        ("eepo_paper", 1): 8,
+    }
 
 
 # --- the monitor
