@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from eepo import cli
+from eepo.model import memory
 from eepo.runs.runlog import COMPLETIONS, METRICS
 
 TINY = (
@@ -156,8 +157,27 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.slow
 def test_training_on_a_small_disk_is_one_line(small_disk: Path, eepo: Eepo) -> None:
+    """The error comes before the first step, and not at the first checkpoint."""
     words = ("train", "countdown/eepo", "--out", small_disk / "run", *settings(*TINY))
-    assert_one_line(eepo(*words), "disk/run/checkpoints", os.strerror(errno.ENOSPC))
+    assert_one_line(
+        eepo(*words), "disk/run", "a checkpoint and the final weights take", "1 MiB are free"
+    )
+    assert not (small_disk / "run" / METRICS).exists()
+
+
+def test_only_runs_that_write_a_checkpoint_need_space_for_it(
+    eepo: Eepo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("train", "countdown/eepo", "--out", "run", "--resume", *settings(*TINY))
+    assert eepo(*words).code == 0
+    monkeypatch.setattr(memory, "free_disk", lambda folder: 2**20)
+    assert eepo(*words).code == 0  # it is finished
+    longer = (*words, "--set", "training.num_steps=4")
+    assert_one_line(eepo(*longer), "--out run: a checkpoint", "but 1 MiB are free")
+    monkeypatch.undo()
+    result = eepo(*longer)
+    assert result.code == 0, result.err
+    assert len(Path("run", METRICS).read_text().splitlines()) == 4
 
 
 @pytest.mark.slow

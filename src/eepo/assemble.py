@@ -91,6 +91,7 @@ def _trainer(config: RunConfig, start: Start, lock: RunLock, progress: Progress)
     model = base if config.model.lora_rank else _model_at(config.model, saved, device, base)
     limit = config.algorithm.max_new_tokens
     check_length(model, _prompts(task, config), "algorithm.max_new_tokens =", limit)
+    check_disk(config, _shape(model, config.model), out, start.step)
     if mismatch := loading.dtype_mismatch(config, device):
         progress.print(f"note: {mismatch}; use the same rollout.dtype and model.compute_dtype")
     keep = _cache_bytes(model, config, free) if free and device.type == "cuda" else None
@@ -266,6 +267,20 @@ def check_length(model: Any, prompts: Iterable[Prompt], knob: str, max_new_token
         )
 
 
+def check_disk(config: RunConfig, shape: memory.Shape, out: Path, step: int) -> None:
+    """Raise an error if the next checkpoint and the final weights do not fit.
+
+    Otherwise a run would end at its first checkpoint, and lose all steps before.
+    """
+    needed = memory.checkpoint_bytes(shape, config, 1)
+    if step < config.training.num_steps and needed > (free := memory.free_disk(out)):
+        raise UserError(
+            f"--out {out}: a checkpoint and the final weights take {memory.format_bytes(needed)}, "
+            f"but {memory.format_bytes(free)} are free; free some space, or use an --out on "
+            "another disk"
+        )
+
+
 def check_folder(
     config: RunConfig | WarmupConfig, out: Path, resume: bool, force: bool = False, advice: str = ""
 ) -> None:
@@ -369,10 +384,13 @@ def _model_at(config: ModelConfig, folder: Path | None, device: torch.device, ba
 
 
 def _cache_bytes(model: Any, config: RunConfig, free: int) -> int:
-    shape = memory.shape_of(model.config, sum(weight.numel() for weight in model.parameters()))
-    shape = lora.with_adapter(shape, config.model)
     dtype = loading.pick_dtype(config.rollout.dtype, model.device)
-    return memory.cache_bytes(shape, config, dtype, free)
+    return memory.cache_bytes(_shape(model, config.model), config, dtype, free)
+
+
+def _shape(model: Any, config: ModelConfig) -> memory.Shape:
+    shape = memory.shape_of(model.config, sum(weight.numel() for weight in model.parameters()))
+    return lora.with_adapter(shape, config)
 
 
 def _optimizer(model: Any, loop: TrainingConfig | SupervisedConfig) -> torch.optim.Optimizer:

@@ -55,7 +55,7 @@ def test_an_update_has_gradients_of_the_adapter_and_casts_no_base() -> None:
 
 def test_checkpoints_hold_the_adapter_and_final_the_whole_model() -> None:
     one = 4 * 20 + 8 * 20
-    assert memory.checkpoint_bytes(LORA_SHAPE, RUN) == 3 * one + 4 * (1000 + 20)
+    assert memory.checkpoint_bytes(LORA_SHAPE, RUN, 3) == 3 * one + 4 * (1000 + 20)
 
 
 def test_advice_shares_the_base_before_it_rounds_moments() -> None:

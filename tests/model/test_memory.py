@@ -75,7 +75,7 @@ def test_optimizer_moments_take_8_4_or_2_bytes_per_parameter() -> None:
     configs = [change("training", optimizer=name) for name in ("adamw", "adamw_bf16", "adamw_8bit")]
     sizes = [estimate(config).persistent["optimizer"] for config in configs]
     assert sizes == [8000, 4000, 2031]  # 8 bit: two scales of 4 bytes per 256 weights
-    on_disk = [memory.checkpoint_bytes(SHAPE, config) for config in configs]
+    on_disk = [memory.checkpoint_bytes(SHAPE, config, 3) for config in configs]
     assert on_disk == [3 * (4000 + size) + 4000 for size in sizes]
 
 
@@ -205,8 +205,28 @@ def test_a_smaller_optimizer_is_found_if_other_knobs_do_not_help() -> None:
 
 
 def test_disk_space_of_checkpoints() -> None:
-    # 12 bytes per parameter in each of 2 kept and 1 new checkpoint, and 4 in the final weights.
-    assert memory.checkpoint_bytes(SHAPE, RUN) == 3 * 12_000 + 4000
+    # 12 bytes per parameter in each checkpoint, and 4 in the final weights.
+    assert memory.checkpoint_bytes(SHAPE, RUN, 3) == 3 * 12_000 + 4000
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "every", "keep", "most"),
+    [
+        (100, 20, 2, 3),  # those that are kept, and the next one
+        (100, 20, 1, 2),
+        (100, 50, 2, 2),  # the run writes only two
+        (100, 0, 2, 1),  # only at the end
+        (30, 20, 2, 2),  # at step 20 and at the end
+        (0, 20, 2, 1),
+    ],
+)
+def test_short_runs_have_fewer_checkpoints(
+    num_steps: int, every: int, keep: int, most: int
+) -> None:
+    training = change(
+        "training", num_steps=num_steps, checkpoint_every=every, keep_checkpoints=keep
+    ).training
+    assert memory.most_checkpoints(training) == most
 
 
 def test_free_memory_and_disk_of_this_machine_are_plausible(tmp_path: Path) -> None:

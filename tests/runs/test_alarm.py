@@ -130,7 +130,9 @@ def test_every_bound_has_a_message_and_advice() -> None:
 def test_by_default_the_broken_runs_of_a_study_are_reported_and_the_others_are_not() -> None:
     """The records have one row per step. Runs of EEPO as published learned to write noise."""
     folder = Path(__file__).parents[2] / "docs" / "results" / "maths"
-    runs = [run for name in ("large", "large_greedy") for run in read_lines(folder / f"{name}.jsonl")]
+    runs = [
+        run for name in ("large", "large_greedy") for run in read_lines(folder / f"{name}.jsonl")
+    ]
     first = {}
     for run in runs:
         rows = run["metrics"]

@@ -363,7 +363,8 @@ def check_host_copy(context: Context) -> Iterator[Finding]:
 
 @check("disk", needs=("model",))
 def check_disk(context: Context) -> Iterator[Finding]:
-    size = memory.checkpoint_bytes(context.shape, context.config)
+    num_checkpoints = memory.most_checkpoints(context.config.training)
+    size = memory.checkpoint_bytes(context.shape, context.config, num_checkpoints)
     free = memory.free_disk(Path.cwd())
     text = (
         f"checkpoints take up to {memory.format_bytes(size)} "

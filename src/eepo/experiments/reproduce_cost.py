@@ -162,7 +162,8 @@ class Estimate:
         weights = memory.FP32_BYTES * self.shape.num_parameters
         keeps = self.reproduction.options.keep_weights == "final"
         kept = num_reported * weights if keeps else 0
-        running = memory.checkpoint_bytes(self.shape, config)
+        num_checkpoints = memory.most_checkpoints(config.training)
+        running = memory.checkpoint_bytes(self.shape, config, num_checkpoints)
         where = _existing(self.experiment.out)
         text = (
             f"up to {memory.format_bytes(kept + running)}: {memory.format_bytes(kept)} for final "

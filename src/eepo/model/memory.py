@@ -7,6 +7,7 @@ Weights and optimizer moments are counted exactly. Activations are estimated for
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import shutil
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from eepo.config import RunConfig, should_compile
+from eepo.config import RunConfig, TrainingConfig, should_compile
 from eepo.model.cgroups import free_below_limits
 from eepo.model.optimizers import MOMENT_BYTES
 from eepo.types import UserError
@@ -282,10 +283,16 @@ def host_copy_fits(size: int, free: int | None) -> bool:
     return free is None or size <= HOST_COPY_SHARE * free
 
 
-def checkpoint_bytes(shape: Shape, config: RunConfig) -> int:
-    """Return the disk space of all kept checkpoints, of the next one and of the final weights."""
+def most_checkpoints(training: TrainingConfig) -> int:
+    """Return how many checkpoints are on the disk at a time: those that are kept, and the next."""
+    every = training.checkpoint_every
+    num_written = math.ceil(training.num_steps / every) if every else 1
+    return min(training.keep_checkpoints + 1, max(1, num_written))
+
+
+def checkpoint_bytes(shape: Shape, config: RunConfig, num_checkpoints: int) -> int:
+    """Return the disk space of checkpoints and of the final weights."""
     trained = FP32_BYTES * shape.num_trained
-    num_checkpoints = config.training.keep_checkpoints + 1
     final = FP32_BYTES * (shape.num_parameters + shape.num_adapter_parameters)
     return (trained + optimizer_bytes(shape, config)) * num_checkpoints + final
 
