@@ -165,6 +165,14 @@ def test_training_on_a_small_disk_is_one_line(small_disk: Path, eepo: Eepo) -> N
     assert not (small_disk / "run" / METRICS).exists()
 
 
+def test_a_warm_start_needs_space_for_a_checkpoint(
+    eepo: Eepo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "free_disk", lambda folder: 2**20)
+    result = eepo("warmup", "countdown/warmup", "--out", "start")
+    assert_one_line(result, "--out start: a checkpoint and the final weights take 13 MiB")
+
+
 def test_only_runs_that_write_a_checkpoint_need_space_for_it(
     eepo: Eepo, monkeypatch: pytest.MonkeyPatch
 ) -> None:

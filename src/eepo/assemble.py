@@ -91,7 +91,8 @@ def _trainer(config: RunConfig, start: Start, lock: RunLock, progress: Progress)
     model = base if config.model.lora_rank else _model_at(config.model, saved, device, base)
     limit = config.algorithm.max_new_tokens
     check_length(model, _prompts(task, config), "algorithm.max_new_tokens =", limit)
-    check_disk(config, _shape(model, config.model), out, start.step)
+    if start.step < config.training.num_steps:
+        check_disk(out, memory.checkpoint_bytes(_shape(model, config.model), config, 1))
     if mismatch := loading.dtype_mismatch(config, device):
         progress.print(f"note: {mismatch}; use the same rollout.dtype and model.compute_dtype")
     keep = _cache_bytes(model, config, free) if free and device.type == "cuda" else None
@@ -166,6 +167,11 @@ def _warmup(config: WarmupConfig, start: Start, lock: RunLock, progress: Progres
         model = new_model(config.scratch, tokenizer, config.supervised.seed).to(device)
     else:
         model = loading.load_model(config.model, device)
+    if start.step < config.supervised.num_steps:
+        num_weights = sum(weight.numel() for weight in model.parameters())
+        check_disk(
+            out, memory.saved_bytes(num_weights, num_weights, config.supervised.optimizer, 1)
+        )
     # The engine copies the model before the policy replaces its attention.
     engine = build_engine(model, tokenizer, config.rollout, config.model)
     policy = build_policy(model, config.model)
@@ -267,13 +273,13 @@ def check_length(model: Any, prompts: Iterable[Prompt], knob: str, max_new_token
         )
 
 
-def check_disk(config: RunConfig, shape: memory.Shape, out: Path, step: int) -> None:
+def check_disk(out: Path, needed: int) -> None:
     """Raise an error if the next checkpoint and the final weights do not fit.
 
     Otherwise a run would end at its first checkpoint, and lose all steps before.
     """
-    needed = memory.checkpoint_bytes(shape, config, 1)
-    if step < config.training.num_steps and needed > (free := memory.free_disk(out)):
+    free = memory.free_disk(out)
+    if needed > free:
         raise UserError(
             f"--out {out}: a checkpoint and the final weights take {memory.format_bytes(needed)}, "
             f"but {memory.format_bytes(free)} are free; free some space, or use an --out on "

@@ -292,9 +292,14 @@ def most_checkpoints(training: TrainingConfig) -> int:
 
 def checkpoint_bytes(shape: Shape, config: RunConfig, num_checkpoints: int) -> int:
     """Return the disk space of checkpoints and of the final weights."""
-    trained = FP32_BYTES * shape.num_trained
-    final = FP32_BYTES * (shape.num_parameters + shape.num_adapter_parameters)
-    return (trained + optimizer_bytes(shape, config)) * num_checkpoints + final
+    num_weights = shape.num_parameters + shape.num_adapter_parameters
+    return saved_bytes(shape.num_trained, num_weights, config.training.optimizer, num_checkpoints)
+
+
+def saved_bytes(num_trained: int, num_weights: int, optimizer: str, num_checkpoints: int) -> int:
+    """Return the disk space of checkpoints of the trained weights, and of all weights at the end."""
+    one = host_copy_bytes(num_trained, optimizer)  # a checkpoint has the same tensors
+    return one * num_checkpoints + FP32_BYTES * num_weights
 
 
 def next_change(config: RunConfig, phase: str) -> tuple[str, str, Any] | None:
