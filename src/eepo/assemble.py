@@ -168,10 +168,8 @@ def _warmup(config: WarmupConfig, start: Start, lock: RunLock, progress: Progres
     else:
         model = loading.load_model(config.model, device)
     if start.step < config.supervised.num_steps:
-        num_weights = sum(weight.numel() for weight in model.parameters())
-        check_disk(
-            out, memory.saved_bytes(num_weights, num_weights, config.supervised.optimizer, 1)
-        )
+        number = sum(weight.numel() for weight in model.parameters())
+        check_disk(out, memory.saved_bytes(number, number, config.supervised.optimizer, 1))
     # The engine copies the model before the policy replaces its attention.
     engine = build_engine(model, tokenizer, config.rollout, config.model)
     policy = build_policy(model, config.model)

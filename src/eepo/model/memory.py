@@ -297,7 +297,7 @@ def checkpoint_bytes(shape: Shape, config: RunConfig, num_checkpoints: int) -> i
 
 
 def saved_bytes(num_trained: int, num_weights: int, optimizer: str, num_checkpoints: int) -> int:
-    """Return the disk space of checkpoints of the trained weights, and of all weights at the end."""
+    """Return the disk space of checkpoints, and of all weights at the end."""
     one = host_copy_bytes(num_trained, optimizer)  # a checkpoint has the same tensors
     return one * num_checkpoints + FP32_BYTES * num_weights
 
