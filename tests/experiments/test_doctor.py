@@ -61,9 +61,11 @@ def math_recipe(path: Path, **task: str) -> Path:
 # --- correct recipes ---
 
 
-@pytest.mark.parametrize("name", ["countdown/grpo", "countdown/eepo"])
-def test_a_correct_recipe_has_only_ok_findings(name: str) -> None:
-    findings = examine_recipe(name, *SMALL)
+@pytest.mark.parametrize(
+    "overrides", [["algorithm.num_stages=1"], ["algorithm.unlearn_lr=auto"]], ids=["grpo", "eepo"]
+)
+def test_a_correct_recipe_has_only_ok_findings(overrides: list[str]) -> None:
+    findings = examine_recipe("countdown/eepo", *SMALL, *overrides)
     assert levels(findings) == {}
     checks = [
         "recipe",
@@ -180,6 +182,13 @@ def test_a_copy_that_does_not_fit_into_host_memory_is_a_warning(
     assert finding.level == "warn"
     assert "takes 10 MiB of 16 MiB free host memory, more than half" in finding.text
     assert "training.checkpoint_every" in finding.advice
+
+
+def test_a_fixed_unlearning_rate_is_a_warning() -> None:
+    findings = examine_recipe("countdown/eepo", *SMALL)
+    assert levels(findings) == {"unlearning": "warn"}
+    assert "unlearn_lr = 0.003 is fixed" in findings["unlearning"].text
+    assert 'unlearn_lr = "auto"' in findings["unlearning"].advice
 
 
 def test_a_full_disk_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,6 +265,16 @@ def _trained_in(context: Context) -> str:
     )
 
 
+@check("unlearning")
+def check_unlearning(context: Context) -> Iterator[Finding]:
+    """Warn about a fixed rate: it moved some models a hundred times as far as others."""
+    rate = context.config.algorithm.unlearn_lr
+    if context.config.algorithm.num_stages > 1 and rate != "auto" and rate > 0:
+        text = f"unlearn_lr = {rate:g} is fixed, and moves some models much further than others"
+        advice = 'unlearn_lr = "auto", or check in the first steps that unlearn/kl is below .1'
+        yield Finding("warn", "unlearning", text, advice)
+
+
 @check("length", needs=("model",))
 def check_length(context: Context) -> Iterator[Finding]:
     prompt, new_tokens = context.longest_prompt, context.config.algorithm.max_new_tokens
