@@ -173,16 +173,14 @@ def test_a_warm_start_needs_space_for_a_checkpoint(
     assert_one_line(result, "--out start: a checkpoint and the final weights take 13 MiB")
 
 
-def test_only_runs_that_write_a_checkpoint_need_space_for_it(
-    eepo: Eepo, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_runs_that_write_a_checkpoint_need_space_for_it(eepo: Eepo) -> None:
     words = ("train", "countdown/eepo", "--out", "run", "--resume", *settings(*TINY))
-    assert eepo(*words).code == 0
-    monkeypatch.setattr(memory, "free_disk", lambda folder: 2**20)
-    assert eepo(*words).code == 0  # it is finished
     longer = (*words, "--set", "training.num_steps=4")
-    assert_one_line(eepo(*longer), "--out run: a checkpoint", "but 1 MiB are free")
-    monkeypatch.undo()
+    assert eepo(*words).code == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "free_disk", lambda folder: 2**20)
+        assert eepo(*words).code == 0  # it is finished
+        assert_one_line(eepo(*longer), "--out run: a checkpoint", "but 1 MiB are free")
     result = eepo(*longer)
     assert result.code == 0, result.err
     assert len(Path("run", METRICS).read_text().splitlines()) == 4
