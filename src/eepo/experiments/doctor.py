@@ -271,7 +271,7 @@ def check_unlearning(context: Context) -> Iterator[Finding]:
     rate = context.config.algorithm.unlearn_lr
     if context.config.algorithm.num_stages > 1 and rate != "auto" and rate > 0:
         text = f"unlearn_lr = {rate:g} is fixed, and moves some models much further than others"
-        advice = 'unlearn_lr = "auto", or check in the first steps that unlearn/kl is below .1'
+        advice = 'unlearn_lr = "auto", or check in the first steps that unlearn/kl is below 0.1'
         yield Finding("warn", "unlearning", text, advice)
 
 
