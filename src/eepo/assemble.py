@@ -276,7 +276,7 @@ def check_disk(out: Path, needed: int) -> None:
 
     Otherwise a run would end at its first checkpoint, and lose all steps before.
     """
-    free = memory.free_disk(out)
+    free = memory.free_disk(out) + resuming.leftover_bytes(out)
     if needed > free:
         raise UserError(
             f"--out {out}: a checkpoint and the final weights take {memory.format_bytes(needed)}, "

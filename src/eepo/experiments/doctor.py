@@ -267,7 +267,7 @@ def _trained_in(context: Context) -> str:
 
 @check("unlearning")
 def check_unlearning(context: Context) -> Iterator[Finding]:
-    """Warn about a fixed rate: it moved some models a hundred times as far as others."""
+    """Warn about a fixed rate: 3e-3 gave a KL of 1.2 with one model and of .06 with another."""
     rate = context.config.algorithm.unlearn_lr
     if context.config.algorithm.num_stages > 1 and rate != "auto" and rate > 0:
         text = f"unlearn_lr = {rate:g} is fixed, and moves some models much further than others"

@@ -182,8 +182,12 @@ def prune(folder: Path, keep: int) -> None:
 
 def remove_leftovers(folder: Path, name: str) -> None:
     """Remove what a killed process left in `folder` while it wrote or removed `name`."""
-    for leftover in folder.glob(f".*{name}*.*"):
+    for leftover in leftovers(folder, name):
         shutil.rmtree(leftover)
+
+
+def leftovers(folder: Path, name: str) -> list[Path]:
+    return list(folder.glob(f".*{name}*.*"))
 
 
 def weights_damage(folder: Path) -> str:

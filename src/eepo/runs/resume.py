@@ -17,6 +17,7 @@ from typing import Any
 from eepo.runs.checkpoint import (
     Checkpointer,
     checkpoint_damage,
+    leftovers,
     list_checkpoints,
     read_state,
     recover,
@@ -94,6 +95,13 @@ def open_records(log: RunLog, start: Start) -> list[str]:
     if (last_saved_step(log.folder) or 0) != start.step:
         log.write_last_checkpoint(start.step)
     return notes
+
+
+def leftover_bytes(out: Path) -> int:
+    """Return the disk space that `open_records` frees: what a killed or failed save has left."""
+    folders = [*leftovers(out / CHECKPOINTS, "step-"), *leftovers(out, FINAL)]
+    files = (path for folder in folders for path in folder.rglob("*") if path.is_file())
+    return sum(path.stat().st_size for path in files)
 
 
 def set_final_aside(out: Path) -> None:
